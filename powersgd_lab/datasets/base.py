@@ -36,6 +36,8 @@ class Data:
 
     task: `classification` or `language`; says how a batch is turned into a loss and metrics.
     facts: what models are offered as arguments: channels, height, width, classes; or vocabulary, context.
+    mean, std: classification inputs are scaled (x - mean) / std a batch at a time, so that uint8 images stay
+        memory-mapped.
     record: what identifies the data (size, sha256, files), kept with the study; plain JSON values.
     """
 
@@ -44,3 +46,5 @@ class Data:
     validation: Split
     facts: Mapping[str, int]
     record: Mapping[str, Any] = field(default_factory=dict)
+    mean: float = 0.0
+    std: float = 1.0
