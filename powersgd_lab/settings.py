@@ -359,7 +359,6 @@ class Sweep:
 
     study: str = MISSING
     runs_dir: str = field(default="runs", metadata=FREE)
-    storage: str | None = field(default=None, metadata=FREE)
     seed: int = 0
     model: Model = MISSING
     dataset: Dataset = MISSING

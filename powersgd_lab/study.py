@@ -1,0 +1,144 @@
+"""The record: an Optuna study in its journal file on one side, plain rows, one a trial, on the other.
+Search writes it and the report reads it, so that nothing else needs to know how a study is kept."""
+
+import json
+import os
+from collections.abc import Iterator
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import optuna
+from filelock import FileLock
+from filelock import Timeout
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial
+from optuna.trial import TrialState
+
+from powersgd_lab import settings
+
+
+Row = dict[str, Any]
+
+# The columns that every row has, in this order; trials.csv promises them.
+COLUMNS = (
+    "trial",
+    "state",
+    "setting",
+    "seed",
+    "hook",
+    "matrix_approximation_rank",
+    "start_powerSGD_iter",
+    "start_fraction",
+    "world_size",
+    "steps",
+    "metric_name",
+    "metric",
+    "loss",
+    "payload_bytes",
+    "wire_bytes",
+    "compression_ratio_step",
+    "compression_ratio_run",
+    "seconds",
+    "step_seconds",
+    "compute_seconds",
+    "compress_seconds",
+    "communicate_seconds",
+    "reason",
+    "contended",
+    *(
+        f.name
+        for f in fields(settings.PowerSGD)
+        if f.name not in ("hook", "matrix_approximation_rank", "start_powerSGD_iter", "start_fraction")
+    ),
+)
+
+STATES = {
+    TrialState.WAITING: "waiting",
+    TrialState.RUNNING: "running",
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "fail",
+}
+
+
+def facts_of(setting: settings.PowerSGD, seed: int, world_size: int, steps: int) -> Row:
+    """What a row says of a trial before it ran. A baseline has no PowerSGD hyperparameters: they stay None."""
+    facts: Row = {"setting": settings.setting_key(setting), "seed": seed, "world_size": world_size, "steps": steps}
+    for f in fields(setting):
+        value = getattr(setting, f.name)
+        facts[f.name] = value if setting.hook.compresses else None
+    facts["hook"] = setting.hook.name
+    return facts
+
+
+def row_of(trial: FrozenTrial) -> Row:
+    row: Row = dict.fromkeys(COLUMNS)
+    row |= {key: trial.user_attrs[key] for key in sorted(trial.user_attrs)}
+    return row | {"trial": trial.number, "state": STATES[trial.state]}
+
+
+@dataclass(frozen=True)
+class Record:
+    """A study as plain values: `sweep` is sweep.json, `rows` has one dict a trial with at least COLUMNS as keys."""
+
+    sweep: dict[str, Any]
+    rows: list[Row]
+
+
+def load(directory: Path) -> Record:
+    """Raises ValueError when there is no study in `directory`."""
+    if not (directory / "sweep.json").is_file():
+        raise ValueError(f"{directory} is not a study: it has no sweep.json")
+    return Record(read_sweep(directory), [row_of(trial) for trial in open_study(directory).get_trials(deepcopy=False)])
+
+
+def read_sweep(directory: Path) -> dict[str, Any]:
+    sweep: dict[str, Any] = json.loads((directory / "sweep.json").read_text())
+    return sweep
+
+
+def write_sweep(directory: Path, sweep: Mapping[str, Any]) -> None:
+    temporary = directory / "sweep.json.new"
+    temporary.write_text(json.dumps(sweep, indent=1) + "\n")
+    os.replace(temporary, directory / "sweep.json")
+
+
+def open_study(directory: Path) -> optuna.Study:
+    """The study kept in `directory`/journal.log, made when there is none: minimize or maximize the metric, and
+    minimize the payload bytes."""
+    sweep = read_sweep(directory)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna.create_study(
+        storage=JournalStorage(JournalFileBackend(str(directory / "journal.log"))),
+        study_name=sweep["configuration"]["study"],
+        directions=["minimize" if sweep["metric"]["direction"] == "min" else "maximize", "minimize"],
+        load_if_exists=True,
+    )
+
+
+def requeue(study: optuna.Study, trial: FrozenTrial) -> None:
+    """Set an interrupted trial back to waiting: it keeps its number and directory."""
+    study._storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
+
+
+@contextmanager
+def controlled(directory: Path) -> Iterator[None]:
+    """Hold the study for one controller. Raises ValueError that names the process that holds it already."""
+    holder = directory / "controller.pid"
+    lock = FileLock(directory / "controller.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        owner = holder.read_text().strip() if holder.exists() else "unknown"
+        raise ValueError(f"{directory} is in use: a sweep with process id {owner} is running it") from None
+    try:
+        holder.write_text(f"{os.getpid()}\n")
+        yield
+        holder.unlink(missing_ok=True)
+    finally:
+        lock.release()
