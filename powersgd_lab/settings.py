@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
+from pydantic import ValidationError
 
 
 MISSING: Any = "???"  # OmegaConf's mark for a value that a configuration file must give
@@ -63,7 +64,8 @@ class Device(Enum):
     cuda = "cuda"
 
 
-def _require(ok: bool, key: str, value: Any, allowed: str) -> None:
+def require(ok: bool, key: str, value: Any, allowed: str) -> None:
+    """Raises the one line that a wrong value deserves: its key, and what is allowed there."""
     if not ok:
         raise ValueError(f"{key}={value} is not allowed: it must be {allowed}")
 
@@ -86,13 +88,13 @@ class PowerSGD:
 
     def __post_init__(self) -> None:
         rank, start, fraction = self.matrix_approximation_rank, self.start_powerSGD_iter, self.start_fraction
-        _require(rank >= 1, "powersgd.matrix_approximation_rank", rank, "a whole number of at least 1")
-        _require(start is None or start >= 0, "powersgd.start_powerSGD_iter", start, "a step, 0 or later")
-        _require(
+        require(rank >= 1, "powersgd.matrix_approximation_rank", rank, "a whole number of at least 1")
+        require(start is None or start >= 0, "powersgd.start_powerSGD_iter", start, "a step, 0 or later")
+        require(
             fraction is None or 0 <= fraction < 1, "powersgd.start_fraction", fraction, "in [0, 1), a part of all steps"
         )
         if self.hook.compresses:
-            _require(
+            require(
                 start is not None or fraction is not None,
                 "powersgd.start_fraction",
                 "null",
@@ -104,15 +106,37 @@ class PowerSGD:
                     "it must be at least 2 (DDP rebuilds its buckets after the first step)"
                 )
         rate = self.min_compression_rate
-        _require(rate >= 0 and math.isfinite(rate), "powersgd.min_compression_rate", rate, "finite and at least 0")
+        require(rate >= 0 and math.isfinite(rate), "powersgd.min_compression_rate", rate, "finite and at least 0")
         epsilon = self.orthogonalization_epsilon
-        _require(
+        require(
             epsilon >= 0 and math.isfinite(epsilon), "powersgd.orthogonalization_epsilon", epsilon, "finite and >= 0"
         )
         seed = self.random_seed
-        _require(0 <= seed < 2**32, "powersgd.random_seed", seed, "in [0, 2**32)")
+        require(0 <= seed < 2**32, "powersgd.random_seed", seed, "in [0, 2**32)")
         every = self.compression_stats_logging_frequency
-        _require(every >= 1, "powersgd.compression_stats_logging_frequency", every, "at least 1")
+        require(every >= 1, "powersgd.compression_stats_logging_frequency", every, "at least 1")
+
+
+def vary(base: PowerSGD, changes: Mapping[str, Any]) -> PowerSGD:
+    """`base` with some keys changed, as `search.settings` and the strategies do it.
+
+    A changed fraction replaces a start that the base gives in steps. Raises ValueError that names the key."""
+    known = [f.name for f in fields(PowerSGD)]
+    for key in changes:
+        require(key in known, "search.settings", f"{{{key}: …}}", f"made of {', '.join(known)}")
+    values = {name: getattr(base, name) for name in known}
+    if "start_fraction" in changes:
+        values["start_powerSGD_iter"] = None
+    try:
+        return _POWERSGD.validate_python(values | dict(changes))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"search.settings: {key}: {message}" if key else f"search.settings: {message}") from None
+
+
+_POWERSGD = TypeAdapter(PowerSGD)
 
 
 @dataclass
@@ -235,7 +259,7 @@ class Ddp:
     gradient_as_bucket_view: bool = True
 
     def __post_init__(self) -> None:
-        _require(self.bucket_cap_mb > 0, "trainer.ddp.bucket_cap_mb", self.bucket_cap_mb, "more than 0 (MiB)")
+        require(self.bucket_cap_mb > 0, "trainer.ddp.bucket_cap_mb", self.bucket_cap_mb, "more than 0 (MiB)")
 
 
 @dataclass
@@ -262,26 +286,29 @@ class Trainer:
     def __post_init__(self) -> None:
         given = [self.steps is not None, self.epochs is not None]
         if sum(given) != 1:
-            raise ValueError("trainer.steps or trainer.epochs: exactly one of the two must be given")
-        _require(self.steps is None or self.steps >= 2, "trainer.steps", self.steps, "at least 2")
-        _require(self.epochs is None or self.epochs > 0, "trainer.epochs", self.epochs, "more than 0")
+            raise ValueError(
+                f"trainer.steps={self.steps} and trainer.epochs={self.epochs}: exactly one of the two must be given, "
+                "the other set to null"
+            )
+        require(self.steps is None or self.steps >= 2, "trainer.steps", self.steps, "at least 2")
+        require(self.epochs is None or self.epochs > 0, "trainer.epochs", self.epochs, "more than 0")
         for name in ("batch_size", "accumulation", "eval_batch_size"):
-            _require(getattr(self, name) >= 1, f"trainer.{name}", getattr(self, name), "at least 1")
-        _require(self.warmup_steps >= 0, "trainer.warmup_steps", self.warmup_steps, "0 or more")
-        _require(
+            require(getattr(self, name) >= 1, f"trainer.{name}", getattr(self, name), "at least 1")
+        require(self.warmup_steps >= 0, "trainer.warmup_steps", self.warmup_steps, "0 or more")
+        require(
             sorted(self.milestones) == list(self.milestones) and all(0 < m < 1 for m in self.milestones),
             "trainer.milestones",
             self.milestones,
             "rising parts of all steps, each between 0 and 1",
         )
-        _require(self.gamma > 0, "trainer.gamma", self.gamma, "more than 0")
-        _require(0 <= self.final_fraction <= 1, "trainer.final_fraction", self.final_fraction, "in [0, 1]")
-        _require(self.clip_norm is None or self.clip_norm > 0, "trainer.clip_norm", self.clip_norm, "more than 0")
-        _require(self.eval_steps is None or self.eval_steps >= 1, "trainer.eval_steps", self.eval_steps, "at least 1")
-        _require(self.eval_epochs is None or self.eval_epochs > 0, "trainer.eval_epochs", self.eval_epochs, "above 0")
+        require(self.gamma > 0, "trainer.gamma", self.gamma, "more than 0")
+        require(0 <= self.final_fraction <= 1, "trainer.final_fraction", self.final_fraction, "in [0, 1]")
+        require(self.clip_norm is None or self.clip_norm > 0, "trainer.clip_norm", self.clip_norm, "more than 0")
+        require(self.eval_steps is None or self.eval_steps >= 1, "trainer.eval_steps", self.eval_steps, "at least 1")
+        require(self.eval_epochs is None or self.eval_epochs > 0, "trainer.eval_epochs", self.eval_epochs, "above 0")
         if self.eval_steps is not None and self.eval_epochs is not None:
             raise ValueError("trainer.eval_steps and trainer.eval_epochs: only one of the two may be given")
-        _require(self.timeout is None or self.timeout > 0, "trainer.timeout", self.timeout, "more than 0 (seconds)")
+        require(self.timeout is None or self.timeout > 0, "trainer.timeout", self.timeout, "more than 0 (seconds)")
 
 
 @dataclass
@@ -298,7 +325,7 @@ class Search:
     retry_failed: bool = field(default=False, metadata=FREE)
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             len(self.baselines) >= 1
             and not any(h.compresses for h in self.baselines)
             and len(set(self.baselines)) == len(self.baselines),
@@ -306,17 +333,17 @@ class Search:
             [h.name for h in self.baselines],
             "one or more different ones of off, bf16, fp16",
         )
-        _require(self.max_rank >= 1, "search.max_rank", self.max_rank, "at least 1")
-        _require(self.rank_growth >= 2, "search.rank_growth", self.rank_growth, "at least 2")
-        _require(
+        require(self.max_rank >= 1, "search.max_rank", self.max_rank, "at least 1")
+        require(self.rank_growth >= 2, "search.rank_growth", self.rank_growth, "at least 2")
+        require(
             len(self.start_fractions) >= 1 and all(0 <= f < 1 for f in self.start_fractions),
             "search.start_fractions",
             self.start_fractions,
             "one or more parts of all steps in [0, 1)",
         )
-        _require(self.seeds >= 1, "search.seeds", self.seeds, "at least 1")
+        require(self.seeds >= 1, "search.seeds", self.seeds, "at least 1")
         tolerance(self.tolerance, 1.0)
-        _require(
+        require(
             self.confidence is None or 0.5 < self.confidence < 1,
             "search.confidence",
             self.confidence,
@@ -335,10 +362,10 @@ class Launcher:
     grace: float = field(default=5.0, metadata=FREE)
 
     def __post_init__(self) -> None:
-        _require(self.world_size >= 1, "launcher.world_size", self.world_size, "at least 1")
-        _require(self.slots >= 1, "launcher.slots", self.slots, "at least 1")
-        _require(self.threads is None or self.threads >= 1, "launcher.threads", self.threads, "at least 1, or null")
-        _require(self.grace >= 0, "launcher.grace", self.grace, "0 or more (seconds)")
+        require(self.world_size >= 1, "launcher.world_size", self.world_size, "at least 1")
+        require(self.slots >= 1, "launcher.slots", self.slots, "at least 1")
+        require(self.threads is None or self.threads >= 1, "launcher.threads", self.threads, "at least 1, or null")
+        require(self.grace >= 0, "launcher.grace", self.grace, "0 or more (seconds)")
         if self.backend is Backend.nccl and self.device is Device.cpu:
             raise ValueError("launcher.backend=nccl is not allowed with launcher.device=cpu: it must be gloo or auto")
 
@@ -372,8 +399,8 @@ class Sweep:
 
     def __post_init__(self) -> None:
         named = self.study not in ("", ".", "..") and "/" not in self.study and "\0" not in self.study
-        _require(named, "study", repr(self.study), "a plain folder name")
-        _require(0 <= self.seed < 2**31, "seed", self.seed, "in [0, 2**31)")
+        require(named, "study", repr(self.study), "a plain folder name")
+        require(0 <= self.seed < 2**31, "seed", self.seed, "in [0, 2**31)")
 
 
 @dataclass
@@ -447,7 +474,7 @@ def tolerance(value: float | str, baseline: float) -> float:
         number = float(text[:-1]) / 100 * abs(baseline) if text.endswith("%") else float(text)
     except ValueError:
         raise ValueError(f"search.tolerance={value} is not allowed: it must be {allowed}") from None
-    _require(number >= 0 and not math.isnan(number), "search.tolerance", value, allowed)
+    require(number >= 0 and not math.isnan(number), "search.tolerance", value, allowed)
     return number
 
 
