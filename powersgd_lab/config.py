@@ -116,7 +116,7 @@ def _compose(overrides: Sequence[str], config_name: str, config_dir: str | None)
 
 
 def _opened(override: str) -> str:
-    """`model.args.width=3` may add a key without Hydra's `+`: a user's own target has arguments that conf/ cannot know."""
+    """`model.args.width=3` needs no `+`: conf/ cannot know the arguments of a user's own target."""
     return f"++{override}" if re.match(r"(model|dataset|optimizer)\.args\.", override) else override
 
 
@@ -126,7 +126,7 @@ def _refuse_unknown(node: DictConfig, prefix: str) -> None:
     known = getattr(schema, "__dataclass_fields__", None)
     if known is None:
         return
-    for key in node:
+    for key in map(str, node):
         if key not in known:
             raise ValueError(_unknown(f"{prefix}{key}", list(known)))
         if not OmegaConf.is_missing(node, key) and isinstance(node._get_node(key), DictConfig):

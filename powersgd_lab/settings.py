@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import fields
+from dataclasses import is_dataclass
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -489,6 +491,15 @@ def resolve_start(powersgd: PowerSGD, steps: int, warmup_steps: int) -> int:
     return max(math.ceil(round(powersgd.start_fraction * steps, 9)), warmup_steps, 2)
 
 
+def resolved(powersgd: PowerSGD, steps: int, warmup_steps: int) -> PowerSGD:
+    """The setting with its start in steps; `start_fraction` stays where the start came from it, else it is None."""
+    if not powersgd.hook.compresses:
+        return powersgd
+    fraction = powersgd.start_fraction if powersgd.start_powerSGD_iter is None else None
+    start = resolve_start(powersgd, steps, warmup_steps)
+    return replace(powersgd, start_powerSGD_iter=start, start_fraction=fraction)
+
+
 def setting_key(powersgd: PowerSGD) -> str:
     """The setting's name in tables, e.g. `off` or `layerwise-r4-s40`, then each key that is not at its default.
 
@@ -504,3 +515,26 @@ def setting_key(powersgd: PowerSGD) -> str:
             value = getattr(powersgd, f.name)
             parts.append(f"{f.name}={str(value).lower() if isinstance(value, bool) else f'{value:g}'}")
     return "-".join(parts)
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses and choices as JSON values, for records."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def identity(node: Any, prefix: str = "") -> dict[str, Any]:
+    """The keys whose change makes another study, flat, with plain values."""
+    found: dict[str, Any] = {}
+    for f in fields(node):
+        if f.metadata.get("role") in (None, "identity"):
+            value, key = getattr(node, f.name), f"{prefix}{f.name}"
+            found |= identity(value, f"{key}.") if is_dataclass(value) else {key: plain(value)}
+    return found
