@@ -534,7 +534,7 @@ def identity(node: Any, prefix: str = "") -> dict[str, Any]:
     """The keys whose change makes another study, flat, with plain values."""
     found: dict[str, Any] = {}
     for f in fields(node):
-        if f.metadata.get("role") in (None, "identity"):
+        if "role" not in f.metadata:
             value, key = getattr(node, f.name), f"{prefix}{f.name}"
             found |= identity(value, f"{key}.") if is_dataclass(value) else {key: plain(value)}
     return found

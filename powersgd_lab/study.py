@@ -76,6 +76,13 @@ def facts_of(setting: settings.PowerSGD, seed: int, world_size: int, steps: int)
     return facts
 
 
+def setting_of(facts: Mapping[str, Any]) -> settings.PowerSGD:
+    """The setting that `facts_of` described."""
+    hook = settings.Hook[facts["hook"]]
+    names = [f.name for f in fields(settings.PowerSGD) if f.name != "hook"] if hook.compresses else []
+    return settings.PowerSGD(hook=hook, **{name: facts[name] for name in names})
+
+
 def row_of(trial: FrozenTrial) -> Row:
     row: Row = dict.fromkeys(COLUMNS)
     row |= {key: trial.user_attrs[key] for key in sorted(trial.user_attrs)}

@@ -1,0 +1,189 @@
+"""The controller: one process and one thread that asks the plan, runs trials on the fork server and tells the record.
+Ranks know nothing of the search, so that a rank that dies costs one trial and no more."""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from typing import Protocol
+
+import optuna
+from optuna.trial import TrialState
+
+from powersgd_lab import settings
+from powersgd_lab import study as record
+from powersgd_lab.search.planning import Plan
+from powersgd_lab.settings import PowerSGD
+from powersgd_lab.study import Row
+from powersgd_lab.training.launch import ForkServer
+from powersgd_lab.training.launch import Outcome
+from powersgd_lab.training.launch import RunningTrial
+from powersgd_lab.training.preflight import Prepared
+from powersgd_lab.training.preflight import make_trial
+
+
+class View(Protocol):
+    """Who watches a sweep: the terminal's live view, or nobody."""
+
+    def planned(self, trials: int) -> None: ...
+    def started(self, row: Row) -> None: ...
+    def progress(self, number: int, event: dict[str, Any]) -> None: ...
+    def ended(self, row: Row, rows: list[Row]) -> None: ...
+    def refresh(self) -> None: ...
+
+
+@dataclass
+class _Running:
+    trial: optuna.Trial
+    process: RunningTrial
+    events: Iterator[dict[str, Any] | None]
+
+
+class Controller:
+    """Runs a study to its end. `ended` is called with the rows after each trial, to rewrite tables."""
+
+    POLL_SECONDS = 0.02
+
+    def __init__(
+        self,
+        sweep: settings.Sweep,
+        prepared: Prepared,
+        directory: Path,
+        plan: Plan,
+        view: View,
+        ended: Callable[[list[Row]], None],
+    ) -> None:
+        self._sweep, self._prepared, self._directory = sweep, prepared, directory
+        self._plan, self._view, self._ended = plan, view, ended
+        self._study = record.open_study(directory)
+        self._running: dict[int, _Running] = {}
+        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            record.requeue(self._study, trial)  # the controller that ran it is gone: this one holds the study
+        self._first_new = len(self._study.get_trials(deepcopy=False))
+
+    def rows(self) -> list[Row]:
+        return [record.row_of(trial) for trial in self._study.get_trials(deepcopy=False)]
+
+    def run(self) -> None:
+        """Raises planning.BaselineFailed; on KeyboardInterrupt running trials go back to waiting."""
+        with ForkServer() as server:
+            try:
+                while self._fill(server) or self._running:
+                    self._follow()
+                    self._view.refresh()
+                    time.sleep(self.POLL_SECONDS)
+            except BaseException:
+                self._give_back()
+                raise
+
+    def _fill(self, server: ForkServer) -> bool:
+        """Start trials while slots are free; whether any was started."""
+        started = False
+        while len(self._running) < self._sweep.launcher.slots and self._enqueue():
+            self._start(server, self._study.ask())
+            started = True
+        return started
+
+    def _enqueue(self) -> bool:
+        """Make sure that a trial is waiting, an interrupted one first; False when there is nothing to run now."""
+        waiting = self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        rows = self._planning_rows()
+        self._view.planned(len(self._plan.trials(rows)))
+        if waiting:
+            return True
+        pair = self._plan.next(rows)
+        if pair is None:
+            return False
+        setting, seed = pair
+        facts = record.facts_of(setting, seed, self._sweep.launcher.world_size, self._prepared.steps)
+        self._study.enqueue_trial(_parameters(setting), user_attrs=facts | {"metric_name": self._prepared.metric})
+        return True
+
+    def _planning_rows(self) -> list[Row]:
+        """All rows, less those of trials that failed in an earlier run and are to be tried again."""
+        retry = self._sweep.search.retry_failed
+        return [
+            row
+            for row in self.rows()
+            if not (retry and row["state"] == "fail" and row["trial"] < self._first_new)
+        ]
+
+    def _start(self, server: ForkServer, trial: optuna.Trial) -> None:
+        setting = record.setting_of(trial.user_attrs)
+        for name, value in _parameters(setting).items():
+            if name not in trial.params:  # an interrupted trial has them
+                suggested = trial.suggest_int(name, 0, 16) if name == "log2_rank" else trial.suggest_float(name, 0, 1)
+                assert suggested == value
+        directory = self._directory / "trials" / f"{trial.number:04d}"
+        config = make_trial(self._sweep, self._prepared, setting, trial.user_attrs["seed"])
+        process = server.launch(directory, config)
+        self._running[trial.number] = _Running(trial, process, _events(directory / "metrics.jsonl"))
+        self._view.started(self._row(trial.number))
+
+    def _follow(self) -> None:
+        """Pass on what the running trials report, and record those that ended."""
+        for number, running in list(self._running.items()):
+            outcome = running.process.poll()
+            while (event := next(running.events)) is not None:
+                self._view.progress(number, event)
+            if outcome is not None:
+                del self._running[number]
+                self._tell(running.trial, outcome)
+                rows = self.rows()
+                self._ended(rows)
+                self._view.ended(self._row(number), rows)
+
+    def _tell(self, trial: optuna.Trial, outcome: Outcome) -> None:
+        """Write the facts as attributes first, so that a trial that is told has all of them."""
+        for key, value in outcome.result.items():
+            if key not in ("state", "reason"):
+                trial.set_user_attr(key, value)
+        trial.set_user_attr("reason", outcome.reason or None)
+        if outcome.state == "complete":
+            values = [outcome.result["metric"], outcome.result["payload_bytes"]]
+            assert all(math.isfinite(value) for value in values), "a trial with a non-finite metric is pruned"
+            self._study.tell(trial, values)
+        else:
+            self._study.tell(trial, state=TrialState.PRUNED if outcome.state == "pruned" else TrialState.FAIL)
+
+    def _give_back(self) -> None:
+        """End what runs, and set it back to waiting: it runs again under its number when the study is resumed."""
+        for running in self._running.values():
+            running.process.terminate()
+        while any(running.process.poll() is None for running in self._running.values()):
+            time.sleep(self.POLL_SECONDS)
+        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            record.requeue(self._study, trial)
+
+    def _row(self, number: int) -> Row:
+        return self.rows()[number]
+
+
+def _parameters(setting: PowerSGD) -> dict[str, Any]:
+    """What Optuna knows as parameters: the rank's logarithm, an integer so that the grid may grow, and the start."""
+    found: dict[str, Any] = {}
+    rank = setting.matrix_approximation_rank
+    if setting.hook.compresses and rank & (rank - 1) == 0:
+        found["log2_rank"] = rank.bit_length() - 1
+    if setting.hook.compresses and setting.start_fraction is not None:
+        found["start_fraction"] = setting.start_fraction
+    return found
+
+
+def _events(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The lines of a growing file as they come, None while there is no further whole line."""
+    position, rest = 0, b""
+    while True:
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(position)
+                rest += file.read()
+                position = file.tell()
+        *lines, rest = rest.split(b"\n")
+        for line in lines:
+            yield json.loads(line)
+        yield None
