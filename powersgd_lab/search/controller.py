@@ -106,11 +106,7 @@ class Controller:
     def _planning_rows(self) -> list[Row]:
         """All rows, less those of trials that failed in an earlier run and are to be tried again."""
         retry = self._sweep.search.retry_failed
-        return [
-            row
-            for row in self.rows()
-            if not (retry and row["state"] == "fail" and row["trial"] < self._first_new)
-        ]
+        return [row for row in self.rows() if not (retry and row["state"] == "fail" and row["trial"] < self._first_new)]
 
     def _start(self, server: ForkServer, trial: optuna.Trial) -> None:
         setting = record.setting_of(trial.user_attrs)

@@ -40,12 +40,13 @@ class Plan:
         Raises BaselineFailed when every seed of the first baseline has ended without a metric."""
         first = settings.setting_key(self._baselines[0])
         judged = [row for row in rows if row["setting"] == first]
-        ended = [row for row in judged if row["state"] in ("fail", "pruned")]
-        if len({row["seed"] for row in ended}) == len(self._seeds):
-            reasons = sorted({str(row["reason"]) for row in ended})
+        failed = [row for row in judged if row["state"] in ("fail", "pruned")]
+        pairs = self.trials(rows)
+        if _pairs(failed) >= {pair for pair in pairs if pair[0] == first}:
+            reasons = sorted({str(row["reason"]) for row in failed})
             raise BaselineFailed(f"every seed of the baseline {first} failed: {'; '.join(reasons)}")
         wanted, begun = self.settings(rows), _pairs(rows)
-        missing = [(key, seed) for key, seed in self.trials(rows) if (key, seed) not in begun]
+        missing = [pair for pair in pairs if pair not in begun]
         if not missing:
             return None
         key, seed = missing[0]

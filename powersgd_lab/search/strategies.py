@@ -39,7 +39,7 @@ class Grid:
             settings.resolved(settings.vary(base, change), steps, warmup_steps) for change in changes + search.settings
         ]
         # Two fractions may round to one step, and a setting given by hand may be in the grid already.
-        self._settings = list({settings.setting_key(setting): setting for setting in reversed(wanted)}.values())[::-1]
+        self._settings = list({settings.setting_key(setting): setting for setting in wanted}.values())
 
     def next(self, rows: Sequence[Mapping[str, Any]]) -> list[PowerSGD]:
         return self._settings
