@@ -281,6 +281,7 @@ class Trainer:
     eval_steps: int | None = None
     eval_epochs: float | None = None
     eval_batch_size: int = 256
+    eval_samples: int | None = None
     metric: str | None = None
     timeout: float | None = field(default=None, metadata=FREE)
     ddp: Ddp = field(default_factory=Ddp)
@@ -306,6 +307,8 @@ class Trainer:
         require(self.gamma > 0, "trainer.gamma", self.gamma, "more than 0")
         require(0 <= self.final_fraction <= 1, "trainer.final_fraction", self.final_fraction, "in [0, 1]")
         require(self.clip_norm is None or self.clip_norm > 0, "trainer.clip_norm", self.clip_norm, "more than 0")
+        samples = self.eval_samples
+        require(samples is None or samples >= 1, "trainer.eval_samples", samples, "at least 1, or null")
         require(self.eval_steps is None or self.eval_steps >= 1, "trainer.eval_steps", self.eval_steps, "at least 1")
         require(self.eval_epochs is None or self.eval_epochs > 0, "trainer.eval_epochs", self.eval_epochs, "above 0")
         if self.eval_steps is not None and self.eval_epochs is not None:

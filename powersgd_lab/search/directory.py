@@ -5,6 +5,9 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from contextlib import contextmanager
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -18,23 +21,26 @@ from powersgd_lab.search.strategies import Strategy
 from powersgd_lab.training.preflight import Prepared
 
 
-def claim(sweep: settings.Sweep, prepared: Prepared, strategy: Strategy, command: str) -> Path:
-    """The study's directory with its sweep.json in it.
+@contextmanager
+def claimed(sweep: settings.Sweep, described: dict[str, Any]) -> Iterator[Path]:
+    """The study's directory, held by this process, with its sweep.json in it.
 
-    Raises ValueError when it cannot be written or holds another study."""
+    Raises ValueError when it cannot be written, holds another study, or is held by another process."""
     directory = Path(sweep.runs_dir) / sweep.study
-    described = describe(sweep, prepared, strategy, command)
     if (directory / "sweep.json").exists():
         recorded = study.read_sweep(directory)
         _refuse_another(directory, recorded["identity"], described["identity"])
         # A study may grow: its seeds, grid and free keys are those of the latest run, its beginning stays.
-        described |= {"started": recorded["started"]}
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        study.write_sweep(directory, described)
-    except OSError as error:
-        raise ValueError(f"runs_dir={sweep.runs_dir} cannot be written: {error.strerror} ({error.filename})") from None
-    return directory
+        described = described | {"started": recorded["started"]}
+    with ExitStack() as held:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            held.enter_context(study.controlled(directory))
+            study.write_sweep(directory, described)
+        except OSError as error:
+            reason = f"{error.strerror} ({error.filename})"
+            raise ValueError(f"runs_dir={sweep.runs_dir} cannot be written: {reason}") from None
+        yield directory
 
 
 def describe(sweep: settings.Sweep, prepared: Prepared, strategy: Strategy, command: str) -> dict[str, Any]:
