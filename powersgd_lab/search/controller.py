@@ -69,7 +69,7 @@ class Controller:
         return [record.row_of(trial) for trial in self._study.get_trials(deepcopy=False)]
 
     def run(self) -> None:
-        """Raises planning.BaselineFailed; on KeyboardInterrupt running trials go back to waiting."""
+        """Raises planning.BaselineError; on KeyboardInterrupt running trials go back to waiting."""
         with ForkServer() as server:
             try:
                 while self._fill(server) or self._running:

@@ -9,7 +9,7 @@ from powersgd_lab.settings import PowerSGD
 from powersgd_lab.study import Row
 
 
-class BaselineFailed(Exception):
+class BaselineError(Exception):
     """No seed of the first baseline gave a metric, so that nothing can be judged."""
 
 
@@ -37,14 +37,14 @@ class Plan:
     def next(self, rows: Sequence[Row]) -> tuple[PowerSGD, int] | None:
         """The next trial to enqueue, or None when there is none, or none before a running one ends.
 
-        Raises BaselineFailed when every seed of the first baseline has ended without a metric."""
+        Raises BaselineError when every seed of the first baseline has ended without a metric."""
         first = settings.setting_key(self._baselines[0])
         judged = [row for row in rows if row["setting"] == first]
         failed = [row for row in judged if row["state"] in ("fail", "pruned")]
         pairs = self.trials(rows)
         if _pairs(failed) >= {pair for pair in pairs if pair[0] == first}:
             reasons = sorted({str(row["reason"]) for row in failed})
-            raise BaselineFailed(f"every seed of the baseline {first} failed: {'; '.join(reasons)}")
+            raise BaselineError(f"every seed of the baseline {first} failed: {'; '.join(reasons)}")
         wanted, begun = self.settings(rows), _pairs(rows)
         missing = [pair for pair in pairs if pair not in begun]
         if not missing:

@@ -6,7 +6,7 @@ import pytest
 from powersgd_lab import config
 from powersgd_lab import settings
 from powersgd_lab.search import strategies
-from powersgd_lab.search.planning import BaselineFailed
+from powersgd_lab.search.planning import BaselineError
 from powersgd_lab.search.planning import Plan
 
 
@@ -75,7 +75,7 @@ def test_no_setting_starts_before_a_baseline_can_judge_it():
 
 @pytest.mark.parametrize("state", ["fail", "pruned"])
 def test_nothing_can_be_judged_without_the_first_baseline(state):
-    with pytest.raises(BaselineFailed, match="baseline off failed: boom"):
+    with pytest.raises(BaselineError, match="baseline off failed: boom"):
         play(plan(), lambda key, seed: state if key == "off" else "complete")
 
 
