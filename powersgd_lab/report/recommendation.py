@@ -66,7 +66,7 @@ def recommendation(record: Record, points: list[Point]) -> dict[str, Any]:
         "study": sweep["configuration"]["study"],
         "verdict": found["verdict"],
         "reason": found["reason"],
-        "decided_by": "mean" if search["confidence"] is None else f"{search['confidence']:.4g} interval",
+        "decided_by": "mean" if search["confidence"] is None else f"{100 * search['confidence']:.4g} % interval",
         "tolerance": {"asked": search["tolerance"], "in_metric_units": points[0]["tolerance"] if points else None},
     }
     if found["seeds_needed"] is not None:

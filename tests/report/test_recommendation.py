@@ -99,7 +99,7 @@ def test_an_undecided_study_says_what_may_settle_it(write):
     content, _ = load(write("open", {OFF: 6.7, BF16: 6.7, RANK_4: 7.0}, confidence=0.99, tolerance=0.3, seeds=2))
     assert (content["verdict"], content["setting"], content["snippet"]) == ("undecided", None, None)
     assert content["seeds_that_may_settle_it"] > 2
-    assert content["decided_by"] == "0.99 interval"
+    assert content["decided_by"] == "99 % interval"
 
 
 @pytest.mark.parametrize("metrics", [{}, {OFF: "waiting"}, {OFF: 6.7}, {OFF: 6.7, RANK_4: "fail"}])
