@@ -1,0 +1,84 @@
+"""What ranks share beside gradients: evaluation, one small all-reduce a report, and their summaries at the end.
+What travels while they train is metered as control traffic, apart from the gradients."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from powersgd_lab.datasets.base import Data
+from powersgd_lab.training import sharding
+from powersgd_lab.training import tasks
+from powersgd_lab.training.meter import Meter
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What all ranks know alike after a report. loss is the mean over ranks and the steps since the last report."""
+
+    loss: float
+    stop: bool
+    steps_to_next: int
+
+
+class Agreement:
+    """The collectives beside DDP's, all on the default group and the rank's device."""
+
+    def __init__(self, device: torch.device, meter: Meter) -> None:
+        self._device, self._meter = device, meter
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+
+    def report(self, losses: Sequence[torch.Tensor], stop: bool, steps_to_next: int) -> Signals:
+        """Share the losses (0-dimensional, one a pass) since the last report, and rank 0's two decisions."""
+        deciding = self._rank == 0
+        mean = torch.stack(list(losses)).double().mean() / self._world_size
+        decisions = [float(stop and deciding), float(steps_to_next if deciding else 0)]
+        shared = torch.cat([mean.view(1), torch.tensor(decisions, dtype=torch.float64, device=self._device)])
+        self._sum(shared)
+        loss, stopped, steps = shared.tolist()
+        return Signals(loss, stopped > 0, int(steps))
+
+    def evaluate(self, model: nn.Module, data: Data, batch_size: int, autocast: bool) -> dict[str, float]:
+        """Every metric over the whole validation split, each sample once, with rank 0's buffers on all ranks.
+
+        `model` is the one inside DDP, whose forward pass would wait for other ranks."""
+        self.broadcast_buffers(model)
+        shard = sharding.evaluation_shard(len(data.validation), self._rank, self._world_size)
+        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        model.eval()
+        with torch.no_grad(), torch.autocast(self._device.type, torch.bfloat16, enabled=autocast):
+            for begin in range(shard.start, shard.stop, batch_size):
+                samples = torch.arange(begin, min(begin + batch_size, shard.stop))
+                inputs, targets = tasks.batch(data, data.validation, samples, self._device)
+                sums += tasks.evaluation_sums(model(inputs), targets)
+        model.train()
+        self._sum(sums)
+        assert sums[0].item() == data.validation.targets.numel(), "every prediction is counted once"
+        return tasks.task_of(data).values(sums)
+
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        for buffer in model.buffers():
+            self._meter.control(buffer)
+            dist.broadcast(buffer, 0)
+
+    def gather(self, summary: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's summary, on every rank, in the order of ranks."""
+        summaries: list[dict[str, Any]] = [{} for _ in range(self._world_size)]
+        dist.all_gather_object(summaries, summary)
+        return summaries
+
+    def _sum(self, tensor: torch.Tensor) -> None:
+        self._meter.control(tensor)
+        dist.all_reduce(tensor)
+
+
+def parameter_sha256(model: nn.Module) -> str:
+    """Of the bytes of all parameters, in the model's order."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

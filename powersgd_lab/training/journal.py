@@ -1,0 +1,71 @@
+"""A trial's directory as its ranks see it: the journal that rank 0 keeps, the wish to stop, the result.
+The launcher and the controller read what is written here; names of files are agreed on here alone."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+RESULT = "result.json"
+ERROR = "error.txt"
+STOP = "stop"
+RENDEZVOUS = "rendezvous"
+
+
+def log_name(rank: int | str) -> str:
+    return f"rank{rank}.log"
+
+
+def rank_error_name(rank: int | str) -> str:
+    return f"rank{rank}.error"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file appears with all of its text or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+class Journal:
+    """metrics.jsonl, one flushed line an event, written by rank 0; the other ranks' journals do nothing.
+
+    launched: the time (time.time()) at which the trial was launched."""
+
+    def __init__(self, directory: Path, rank: int, launched: float) -> None:
+        self._directory, self._writes, self._launched = directory, rank == 0, launched
+        self.first_step_seconds = math.nan
+        if self._writes:
+            self._file = (directory / METRICS).open("a")
+
+    def write(self, event: str, **values: Any) -> None:
+        """A number that is not finite is written as null: JSON has no word for it."""
+        if self._writes:
+            self._file.write(json.dumps({"event": event} | _plain(values)) + "\n")
+            self._file.flush()
+
+    def first_step(self) -> None:
+        self.first_step_seconds = time.time() - self._launched
+
+    def stop_asked(self) -> str | None:
+        """Why the trial is to stop, as the file `stop` says it (perhaps an empty text); None when it is not."""
+        if not self._writes:
+            return None
+        try:
+            return (self._directory / STOP).read_text().strip()
+        except FileNotFoundError:
+            return None
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        if self._writes:
+            write_whole(self._directory / RESULT, json.dumps(_plain(result), indent=1) + "\n")
+            self._file.close()
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
