@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
                 _refuse_torchrun()
                 sweep = config.from_command_line("sweep", DESCRIPTION, arguments)
                 prepared = preflight.prepare(sweep)
-                strategy = strategies.make(sweep, prepared.steps)
+                strategy = strategies.make(sweep, prepared.steps, prepared.direction)
                 plan = Plan(sweep, strategy)
                 for setting in plan.settings([]).values():
                     preflight.make_trial(sweep, prepared, setting, sweep.seed)

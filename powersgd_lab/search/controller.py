@@ -33,6 +33,7 @@ class View(Protocol):
     def started(self, row: Row) -> None: ...
     def progress(self, number: int, event: dict[str, Any]) -> None: ...
     def ended(self, row: Row, rows: list[Row]) -> None: ...
+    def decided(self, sentence: str) -> None: ...
     def refresh(self) -> None: ...
 
 
@@ -61,6 +62,7 @@ class Controller:
         self._plan, self._view, self._ended = plan, view, ended
         self._study = record.open_study(directory)
         self._running: dict[int, _Running] = {}
+        self._decided = 0  # sentences that were passed on
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             record.requeue(self._study, trial)  # the controller that ran it is gone: this one holds the study
         self._first_new = len(self._study.get_trials(deepcopy=False))
@@ -132,6 +134,13 @@ class Controller:
                 rows = self.rows()
                 self._ended(rows)
                 self._view.ended(self._row(number), rows)
+                self._decide(rows)
+
+    def _decide(self, rows: list[Row]) -> None:
+        decisions = self._plan.decisions(rows)
+        for sentence in decisions[self._decided :]:
+            self._view.decided(sentence)
+        self._decided = len(decisions)
 
     def _tell(self, trial: optuna.Trial, outcome: Outcome) -> None:
         """Write the facts as attributes first, so that a trial that is told has all of them."""

@@ -99,6 +99,9 @@ class PlainView:
         left = "" if self._clock.ended >= self._clock.planned else f" ({self._clock.left()})"
         self._console.print(f"{count} {summary(row)}{left}", markup=False, highlight=False, soft_wrap=True)
 
+    def decided(self, sentence: str) -> None:
+        self._console.print(f"-> {sentence}", markup=False, highlight=False, soft_wrap=True)
+
     def refresh(self) -> None:
         pass
 
@@ -139,6 +142,9 @@ class LiveView:
         if row["state"] != "complete":
             self._console.print(Text(f"trial {row['trial']}: {summary(row)}", style="yellow"))
         self._table = points_table(self._points(rows)[-SHOWN_POINTS:], self._metric, self._direction)
+
+    def decided(self, sentence: str) -> None:
+        self._console.print(Text(f"-> {sentence}"))
 
     def refresh(self) -> None:
         pass  # Live redraws on its own

@@ -34,6 +34,10 @@ class Plan:
         wanted = [(key, seed) for key in self.settings(rows) for seed in self._seeds]
         return [pair for pair in wanted if pair in begun or pair[0] not in diverged]
 
+    def decisions(self, rows: Sequence[Row]) -> list[str]:
+        """The strategy's decisions so far, each with its reason."""
+        return self._strategy.decisions(rows)
+
     def next(self, rows: Sequence[Row]) -> tuple[PowerSGD, int] | None:
         """The next trial to enqueue, or None when there is none, or none before a running one ends.
 

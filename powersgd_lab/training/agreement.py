@@ -42,22 +42,24 @@ class Agreement:
         loss, stopped, steps = shared.tolist()
         return Signals(loss, stopped > 0, int(steps))
 
-    def evaluate(self, model: nn.Module, data: Data, batch_size: int, autocast: bool) -> dict[str, float]:
-        """Every metric over the whole validation split, each sample once, with rank 0's buffers on all ranks.
+    def evaluate(
+        self, model: nn.Module, data: Data, batch_size: int, autocast: bool, limit: int | None = None
+    ) -> dict[str, float]:
+        """Every metric over the validation split, each sample once, with rank 0's buffers on all ranks.
 
-        `model` is the one inside DDP, whose forward pass would wait for other ranks."""
+        limit: with more samples than so many, that many of them are taken, evenly spaced. `model` is the one inside DDP, whose forward pass would wait for other ranks."""
         self.broadcast_buffers(model)
-        shard = sharding.evaluation_shard(len(data.validation), self._rank, self._world_size)
+        chosen = sharding.evenly_spaced(len(data.validation), limit)
+        shard = sharding.evaluation_shard(chosen, self._rank, self._world_size)
         sums = torch.zeros(3, dtype=torch.float64, device=self._device)
         model.eval()
         with torch.no_grad(), torch.autocast(self._device.type, torch.bfloat16, enabled=autocast):
-            for begin in range(shard.start, shard.stop, batch_size):
-                samples = torch.arange(begin, min(begin + batch_size, shard.stop))
+            for samples in shard.split(batch_size) if len(shard) else ():
                 inputs, targets = tasks.batch(data, data.validation, samples, self._device)
                 sums += tasks.evaluation_sums(model(inputs), targets)
         model.train()
         self._sum(sums)
-        assert sums[0].item() == data.validation.targets.numel(), "every prediction is counted once"
+        assert sums[0].item() == len(chosen) * data.validation.targets[0].numel(), "every prediction is counted once"
         return tasks.task_of(data).values(sums)
 
     def broadcast_buffers(self, model: nn.Module) -> None:

@@ -82,7 +82,7 @@ class Loop:
             if signals.stop:
                 return self._end("pruned", f"stopped: {stop}" if stop else "stopped", done)
             if evaluating:
-                values = self._evaluate(done)
+                values = self._evaluate(done, None if done == steps else trial.trainer.eval_samples)
         if not all(math.isfinite(value) for value in values.values()):
             return self._end("pruned", DIVERGED, steps)
         return self._end("complete", "", steps, values)
@@ -115,11 +115,11 @@ class Loop:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._trial.trainer.autocast):
             return tasks.mean_loss(self._model(inputs), targets)
 
-    def _evaluate(self, done: int) -> dict[str, float]:
+    def _evaluate(self, done: int, limit: int | None) -> dict[str, float]:
         began = time.perf_counter()
         trainer = self._trial.trainer
         model = self._model.module
-        values = self._agreement.evaluate(model, self._data, trainer.eval_batch_size, trainer.autocast)
+        values = self._agreement.evaluate(model, self._data, trainer.eval_batch_size, trainer.autocast, limit)
         self._evaluation_seconds += time.perf_counter() - began
         self._journal.write("eval", step=done, **values)
         return values

@@ -12,6 +12,7 @@ from torch import nn
 
 from powersgd_lab import settings
 from powersgd_lab.datasets.base import Data
+from powersgd_lab.network import links
 from powersgd_lab.settings import Backend
 from powersgd_lab.settings import Device
 from powersgd_lab.settings import Hook
@@ -47,6 +48,7 @@ class Prepared:
 
 def prepare(sweep: Sweep) -> Prepared:
     """Check the sweep, preparing its data on the way. Raises ValueError, one line that names the key."""
+    links.link(sweep.network.link)
     device, backend = assembly.device_and_backend(sweep.launcher)
     if device is Device.cuda and backend is Backend.nccl:
         there = torch.cuda.device_count()

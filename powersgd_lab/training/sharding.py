@@ -34,9 +34,16 @@ class Shards:
         return self._order[begin : begin + self._part].view(self._accumulation, self._batch_size)
 
 
-def evaluation_shard(samples: int, rank: int, world_size: int) -> range:
-    """The rank's part of the validation split: contiguous, sizes differ by one at most, every sample in one part."""
-    return range(samples * rank // world_size, samples * (rank + 1) // world_size)
+def evaluation_shard(chosen: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """The rank's part of the chosen samples: contiguous, sizes differ by one at most, every sample in one part."""
+    return chosen[len(chosen) * rank // world_size : len(chosen) * (rank + 1) // world_size]
+
+
+def evenly_spaced(samples: int, limit: int | None) -> torch.Tensor:
+    """Indices of all samples, or of `limit` of them spread over the whole split, where files or classes may follow one
+    another."""
+    count = samples if limit is None else min(limit, samples)
+    return torch.arange(count) * samples // count
 
 
 def rank_seed(seed: int, rank: int) -> int:
