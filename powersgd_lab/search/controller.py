@@ -1,7 +1,6 @@
 """The controller: one process and one thread that asks the plan, runs trials on the fork server and tells the record.
 Ranks know nothing of the search, so that a rank that dies costs one trial and no more."""
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from powersgd_lab import study as record
 from powersgd_lab.search.planning import Plan
 from powersgd_lab.settings import PowerSGD
 from powersgd_lab.study import Row
+from powersgd_lab.training import journal
 from powersgd_lab.training.launch import ForkServer
 from powersgd_lab.training.launch import Outcome
 from powersgd_lab.training.launch import RunningTrial
@@ -119,7 +119,7 @@ class Controller:
         directory = self._directory / "trials" / f"{trial.number:04d}"
         config = make_trial(self._sweep, self._prepared, setting, trial.user_attrs["seed"])
         process = server.launch(directory, config)
-        self._running[trial.number] = _Running(trial, process, _events(directory / "metrics.jsonl"))
+        self._running[trial.number] = _Running(trial, process, journal.follow(directory / journal.METRICS))
         self._view.started(self._row(trial.number))
 
     def _follow(self) -> None:
@@ -177,18 +177,3 @@ def _parameters(setting: PowerSGD) -> dict[str, Any]:
     if setting.hook.compresses and setting.start_fraction is not None:
         found["start_fraction"] = setting.start_fraction
     return found
-
-
-def _events(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The lines of a growing file as they come, None while there is no further whole line."""
-    position, rest = 0, b""
-    while True:
-        if path.exists():
-            with path.open("rb") as file:
-                file.seek(position)
-                rest += file.read()
-                position = file.tell()
-        *lines, rest = rest.split(b"\n")
-        for line in lines:
-            yield json.loads(line)
-        yield None

@@ -44,7 +44,7 @@ class _Clock:
         self.ended = sum(r["state"] in ("complete", "pruned", "fail") for r in rows)
 
     def done(self) -> float:
-        return sum(row["step"] / self._steps for row in self.running.values())
+        return sum(int(row["step"]) for row in self.running.values()) / self._steps
 
     def left(self) -> str:
         done = self._ended_here + self.done()
@@ -159,7 +159,8 @@ class LiveView:
     def _running(self) -> Table:
         table = Table.grid(padding=(0, 1))
         for row in list(self._clock.running.values()):
-            loss = f"loss {row['train_loss']:.4g}" if "train_loss" in row else "starting"
+            known = row.get("train_loss")  # None also where the loss is not finite
+            loss = f"loss {known:.4g}" if known is not None else "starting" if row["step"] == 0 else "loss not finite"
             metric = f"{self._metric} {row['metric']:.4g}" if row["metric"] is not None else ""
             bar = ProgressBar(total=self._steps, completed=row["step"], width=20)
             name = f"{row['setting']} seed {row['seed']}"

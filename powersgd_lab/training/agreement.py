@@ -47,14 +47,16 @@ class Agreement:
     ) -> dict[str, float]:
         """Every metric over the validation split, each sample once, with rank 0's buffers on all ranks.
 
-        limit: with more samples than so many, that many of them are taken, evenly spaced. `model` is the one inside DDP, whose forward pass would wait for other ranks."""
+        limit: with more samples than so many, that many of them are taken, evenly spaced. `model` is the one inside
+        DDP, whose forward pass would wait for other ranks."""
         self.broadcast_buffers(model)
         chosen = sharding.evenly_spaced(len(data.validation), limit)
         shard = sharding.evaluation_shard(chosen, self._rank, self._world_size)
         sums = torch.zeros(3, dtype=torch.float64, device=self._device)
         model.eval()
         with torch.no_grad(), torch.autocast(self._device.type, torch.bfloat16, enabled=autocast):
-            for samples in shard.split(batch_size) if len(shard) else ():
+            for begin in range(0, len(shard), batch_size):
+                samples = shard[begin : begin + batch_size]
                 inputs, targets = tasks.batch(data, data.validation, samples, self._device)
                 sums += tasks.evaluation_sums(model(inputs), targets)
         model.train()

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,21 @@ class Journal:
         if self._writes:
             write_whole(self._directory / RESULT, json.dumps(_plain(result), indent=1) + "\n")
             self._file.close()
+
+
+def follow(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The lines of a growing file as they come, None while there is no further whole line."""
+    position, rest = 0, b""
+    while True:
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(position)
+                rest += file.read()
+                position = file.tell()
+        *lines, rest = rest.split(b"\n")
+        for line in lines:
+            yield json.loads(line)
+        yield None
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
