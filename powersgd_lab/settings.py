@@ -48,6 +48,9 @@ class Schedule(Enum):
 
 class Strategy(Enum):
     grid = "grid"
+    ladder = "ladder"
+    halving = "halving"
+    tpe = "tpe"
 
 
 class TrialKind(Enum):
@@ -324,6 +327,7 @@ class Search:
     rank_growth: int = field(default=2, metadata=GROWABLE)
     start_fractions: list[float] = field(default_factory=lambda: [0.1, 0.2, 0.4], metadata=GROWABLE)
     seeds: int = field(default=3, metadata=GROWABLE)
+    trials: int = field(default=20, metadata=GROWABLE)
     settings: list[dict[str, Any]] = field(default_factory=list, metadata=GROWABLE)
     tolerance: float | str = field(default="2%", metadata=FREE)
     confidence: float | None = field(default=None, metadata=FREE)
@@ -339,7 +343,8 @@ class Search:
             "one or more different ones of off, bf16, fp16",
         )
         require(self.max_rank >= 1, "search.max_rank", self.max_rank, "at least 1")
-        require(self.rank_growth >= 2, "search.rank_growth", self.rank_growth, "at least 2")
+        growth = self.rank_growth  # a rank's logarithm is a whole number, so that the grid may grow
+        require(growth >= 2 and growth & (growth - 1) == 0, "search.rank_growth", growth, "a power of two from 2 on")
         require(
             len(self.start_fractions) >= 1 and all(0 <= f < 1 for f in self.start_fractions),
             "search.start_fractions",
@@ -347,6 +352,7 @@ class Search:
             "one or more parts of all steps in [0, 1)",
         )
         require(self.seeds >= 1, "search.seeds", self.seeds, "at least 1")
+        require(self.trials >= 1, "search.trials", self.trials, "at least 1")
         tolerance(self.tolerance, 1.0)
         require(
             self.confidence is None or 0.5 < self.confidence < 1,
