@@ -222,22 +222,26 @@ def test_only_one_controller(tmp_path, capsys, monkeypatch):
     assert "without torchrun" in refused(SMALL, capsys)
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_costs_its_trial_only(tmp_path):
-    body = "assert not (rank == 1 and self.calls == 5 and os.getcwd() and torch.initial_seed() % 2), 'odd seed'"
+    body = (
+        "if rank == 1 and self.calls == 5 and not os.path.exists('once'): "
+        "open('once', 'w').close(); raise AssertionError('out of luck')"
+    )
     code, printed, errors = run(tmp_path, own_model(tmp_path, body))
     assert code == 0, errors
     rows = table(tmp_path)
     failed = [row for row in rows if row["state"] == "fail"]
     assert len(rows) == 8
-    assert failed
-    assert {row["reason"] for row in failed} == {"AssertionError: odd seed"}
+    assert [row["reason"] for row in failed] == ["AssertionError: out of luck"]
     text = (tmp_path / "runs/small/trials" / f"{int(failed[0]['trial']):04d}" / "error.txt").read_text()
     assert "Traceback" in text
-    assert "odd seed" in text
-    assert "odd seed" in printed
+    assert "out of luck" in text
+    assert "out of luck" in printed
     assert none_left(tmp_path)
 
 
+@pytest.mark.slow
 def test_nothing_to_judge_without_a_baseline_ends_with_one(tmp_path):
     code, _, errors = run(tmp_path, own_model(tmp_path, "assert rank is None or self.calls < 3, 'never works'"))
     assert code == 1
@@ -248,10 +252,11 @@ def test_nothing_to_judge_without_a_baseline_ends_with_one(tmp_path):
     assert none_left(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_costs_its_trial_only(tmp_path):
     body = (
         "if rank == 1 and self.calls == 3 and not os.path.exists('once'): "
-        "open('once', 'w').close(), os.kill(os.getpid(), signal.SIGKILL)"
+        "open('once', 'w').close(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     code, _, errors = run(tmp_path, own_model(tmp_path, body))
     assert code == 0, errors
@@ -259,6 +264,7 @@ def test_a_rank_that_is_killed_costs_its_trial_only(tmp_path):
     assert "signal 9" in table(tmp_path)[0]["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_everything_and_the_same_command_resumes(number, tmp_path):
     slow = own_model(tmp_path, "time.sleep(0.1 if rank is not None else 0)")

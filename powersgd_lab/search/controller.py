@@ -11,11 +11,16 @@ from typing import Any
 from typing import Protocol
 
 import optuna
+from optuna.distributions import BaseDistribution
+from optuna.distributions import CategoricalDistribution
+from optuna.distributions import FloatDistribution
+from optuna.distributions import IntDistribution
 from optuna.trial import TrialState
 
 from powersgd_lab import settings
 from powersgd_lab import study as record
 from powersgd_lab.search.planning import Plan
+from powersgd_lab.settings import Hook
 from powersgd_lab.settings import PowerSGD
 from powersgd_lab.study import Row
 from powersgd_lab.training import journal
@@ -24,6 +29,17 @@ from powersgd_lab.training.launch import Outcome
 from powersgd_lab.training.launch import RunningTrial
 from powersgd_lab.training.preflight import Prepared
 from powersgd_lab.training.preflight import make_trial
+
+
+# Wide enough for every setting, since a study may grow. The rank's logarithm is an integer for the same reason.
+DISTRIBUTIONS: dict[str, BaseDistribution] = {
+    "hook": CategoricalDistribution([hook.name for hook in Hook if hook.compresses]),
+    "log2_rank": IntDistribution(0, 16),
+    "start_fraction": FloatDistribution(0, 1),
+    "min_compression_rate": FloatDistribution(0, 1e6),
+    "use_error_feedback": CategoricalDistribution([False, True]),
+    "warm_start": CategoricalDistribution([False, True]),
+}
 
 
 class View(Protocol):
@@ -114,8 +130,7 @@ class Controller:
         setting = record.setting_of(trial.user_attrs)
         for name, value in _parameters(setting).items():
             if name not in trial.params:  # an interrupted trial has them
-                suggested = trial.suggest_int(name, 0, 16) if name == "log2_rank" else trial.suggest_float(name, 0, 1)
-                assert suggested == value
+                assert trial._suggest(name, DISTRIBUTIONS[name]) == value
         directory = self._directory / "trials" / f"{trial.number:04d}"
         config = make_trial(self._sweep, self._prepared, setting, trial.user_attrs["seed"])
         process = server.launch(directory, config)
@@ -134,7 +149,7 @@ class Controller:
                 rows = self.rows()
                 self._ended(rows)
                 self._view.ended(self._row(number), rows)
-                self._decide(rows)
+                self._decide(self._planning_rows())
 
     def _decide(self, rows: list[Row]) -> None:
         decisions = self._plan.decisions(rows)
@@ -169,11 +184,16 @@ class Controller:
 
 
 def _parameters(setting: PowerSGD) -> dict[str, Any]:
-    """What Optuna knows as parameters: the rank's logarithm, an integer so that the grid may grow, and the start."""
-    found: dict[str, Any] = {}
+    """What Optuna knows of a setting as parameters; a baseline has none, and what has no value is left out."""
+    if not setting.hook.compresses:
+        return {}
     rank = setting.matrix_approximation_rank
-    if setting.hook.compresses and rank & (rank - 1) == 0:
-        found["log2_rank"] = rank.bit_length() - 1
-    if setting.hook.compresses and setting.start_fraction is not None:
-        found["start_fraction"] = setting.start_fraction
-    return found
+    found = {
+        "hook": setting.hook.name,
+        "log2_rank": rank.bit_length() - 1 if rank & (rank - 1) == 0 else None,
+        "start_fraction": setting.start_fraction,
+        "min_compression_rate": setting.min_compression_rate if setting.hook is not Hook.batched else None,
+        "use_error_feedback": setting.use_error_feedback,
+        "warm_start": setting.warm_start,
+    }
+    return {name: value for name, value in found.items() if value is not None}
