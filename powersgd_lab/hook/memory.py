@@ -1,0 +1,289 @@
+"""The buffers of one bucket: errors, factors, and the two flat tensors that travel.
+Built when DDP forms the bucket, filled from what its parameters already own, then reused every step without allocating.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from powersgd_lab.hook.layout import Slice
+from powersgd_lab.hook.layout import equal_step_runs
+from powersgd_lab.hook.layout import slices_of
+from powersgd_lab.hook.layout import square_side
+
+
+class Unit:
+    """What is remembered of one compressed matrix: one parameter's, or under the batched hook a whole bucket's.
+
+    Attributes:
+        parameters: the parameters the matrix is made of.
+        number: counts units in the order they were met; seeds the redrawing of dead columns.
+        error: (rows, cols), what compression has lost so far; None without error feedback.
+        q: (rank, cols), the committed factor with rows of norm one; None before the first step and without warm start.
+    """
+
+    __slots__ = ("error", "number", "parameters", "q")
+
+    def __init__(self, parameters: tuple[torch.Tensor, ...], number: int) -> None:
+        self.parameters = parameters
+        self.number = number
+        self.error: torch.Tensor | None = None
+        self.q: torch.Tensor | None = None
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        return tuple(id(parameter) for parameter in self.parameters)
+
+
+@dataclass(frozen=True)
+class MemoryKey:
+    """Everything the buffers' sizes and meaning depend on; another key means other buffers."""
+
+    parameters: tuple[int, ...]
+    elements: int
+    dtype: torch.dtype
+    device: torch.device
+    rank: int
+    min_compression_rate: float
+    error_feedback: bool
+    grouped: bool
+    batched: bool
+
+
+class Group:
+    """Matrices of one shape that lie at equal distances in the bucket, multiplied in one call.
+
+    Tensors have shape (count, …), or without the first dimension if there is only one matrix:
+    ``p`` (rank, rows), ``q`` and ``q_next`` (rank, cols), ``error`` (rows, cols). For complex gradients ``q`` is the
+    conjugate transpose of the paper's Q, so that the large matrix never needs conjugating.
+    """
+
+    def __init__(self, slices: Sequence[Slice], units: Sequence[Unit]) -> None:
+        self.slices = list(slices)
+        self.units = list(units)
+        one = slices[0]
+        self.rows, self.cols, self.rank, self.count = one.rows, one.cols, one.rank, len(slices)
+        self.offset = one.offset
+        self.step = slices[1].offset - one.offset if len(slices) > 1 else 0
+        self.error: torch.Tensor | None = None
+        self.p: torch.Tensor
+        self.q: torch.Tensor
+        self.q_next: torch.Tensor
+
+    def shaped(self, flat: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+        return flat.view(rows, cols) if self.count == 1 else flat.view(self.count, rows, cols)
+
+    def member(self, stacked: torch.Tensor, index: int) -> torch.Tensor:
+        return stacked if self.count == 1 else stacked[index]
+
+    def gradient(self, bucket: torch.Tensor) -> torch.Tensor:
+        """The matrices in the bucket's flat gradient, without copying."""
+        start = bucket.storage_offset() + self.offset
+        if self.count == 1:
+            return bucket.as_strided((self.rows, self.cols), (self.cols, 1), start)
+        return bucket.as_strided((self.count, self.rows, self.cols), (self.step, self.cols, 1), start)
+
+    def accumulate(self, bucket: torch.Tensor) -> torch.Tensor:
+        """M, the matrix to compress: the gradient, added into the error buffer if there is one."""
+        gradient = self.gradient(bucket)
+        return gradient if self.error is None else self.error.add_(gradient)
+
+    def matrix(self, bucket: torch.Tensor) -> torch.Tensor:
+        """M again, after ``accumulate``."""
+        return self.gradient(bucket) if self.error is None else self.error
+
+    def decompress(self, bucket: torch.Tensor) -> None:
+        """Write PQᵀ over the gradient, and keep M − PQᵀ as the error."""
+        gradient = self.gradient(bucket)
+        torch.matmul(self.p.mT, self.q_next, out=gradient)
+        if self.error is not None:
+            self.error.sub_(gradient)
+
+    def restore(self, bucket: torch.Tensor) -> None:
+        """Take the gradient out of the error again; what cannot be told from an infinite gradient restarts at 0."""
+        if self.error is not None:
+            self.error.sub_(self.gradient(bucket))
+            torch.nan_to_num_(self.error, nan=0.0, posinf=0.0, neginf=0.0)
+
+    def spoil(self, bucket: torch.Tensor) -> None:
+        """Hand a gradient on that no optimizer guarded by a loss scaler will apply."""
+        self.gradient(bucket).fill_(float("nan"))
+
+    def decompress_if(self, finite: torch.Tensor, bucket: torch.Tensor) -> None:
+        """``decompress``, or ``restore`` and ``spoil``, as ``finite`` says on the device, without asking it."""
+        gradient = self.gradient(bucket)
+        approximation = torch.matmul(self.p.mT, self.q_next)
+        if self.error is not None:
+            self.error.sub_(torch.where(finite, approximation, gradient))
+            torch.nan_to_num_(self.error, nan=0.0, posinf=0.0, neginf=0.0)
+        torch.where(finite, approximation, float("nan"), out=gradient)
+
+
+class Square(Group):
+    """The batched hook's single matrix: the whole bucket, padded with zeros to a square.
+
+    The padding lives in this buffer and not in DDP's, and collects error like every other element (as in PyTorch).
+    """
+
+    def __init__(self, elements: int, rank: int, unit: Unit) -> None:
+        side = square_side(elements)
+        super().__init__([Slice(0, 0, elements, side, side, min(side, rank))], [unit])
+        self.elements = elements
+        self.workspace: torch.Tensor | None = None
+
+    def accumulate(self, bucket: torch.Tensor) -> torch.Tensor:
+        if self.error is not None:
+            self.error.view(-1)[: self.elements].add_(bucket)
+            return self.error
+        if self.workspace is None:
+            self.workspace = bucket.new_zeros(self.rows, self.cols)
+        self.workspace.view(-1)[: self.elements].copy_(bucket)
+        return self.workspace
+
+    def matrix(self, bucket: torch.Tensor) -> torch.Tensor:
+        matrix = self.error if self.error is not None else self.workspace
+        assert matrix is not None, "accumulate comes first"
+        return matrix
+
+    def gradient(self, bucket: torch.Tensor) -> torch.Tensor:
+        return bucket
+
+    def decompress(self, bucket: torch.Tensor) -> None:
+        # The square does not fit into the bucket: its whole rows do, and the last, cut row is computed by itself.
+        whole = self.elements // self.cols
+        left = self.p.mT
+        torch.matmul(left[:whole], self.q_next, out=bucket[: whole * self.cols].view(whole, self.cols))
+        rest = self.elements - whole * self.cols
+        if rest:
+            torch.matmul(left[whole : whole + 1], self.q_next[:, :rest], out=bucket[whole * self.cols :].view(1, rest))
+        if self.error is not None:
+            self.error.addmm_(left, self.q_next, alpha=-1)
+
+    def restore(self, bucket: torch.Tensor) -> None:
+        if self.error is not None:
+            self.error.view(-1)[: self.elements].sub_(bucket)
+            torch.nan_to_num_(self.error, nan=0.0, posinf=0.0, neginf=0.0)
+
+    def decompress_if(self, finite: torch.Tensor, bucket: torch.Tensor) -> None:
+        approximation = torch.matmul(self.p.mT, self.q_next)
+        flat = approximation.view(-1)
+        if self.error is not None:
+            error = self.error.view(-1)
+            error[self.elements :].sub_(torch.where(finite, flat[self.elements :], 0))
+            error[: self.elements].sub_(torch.where(finite, flat[: self.elements], bucket))
+            torch.nan_to_num_(self.error, nan=0.0, posinf=0.0, neginf=0.0)
+        torch.where(finite, flat[: self.elements], float("nan"), out=bucket)
+
+
+class BucketMemory:
+    """All buffers of one bucket.
+
+    Attributes:
+        groups: the compressed matrices.
+        runs: (offset in the bucket, offset in ``first``, elements) of adjoining uncompressed slices.
+        first: what the first all-reduce carries: uncompressed slices, then P.
+        second: what the second carries: the new Q. ``q`` of the groups are the committed ones.
+    """
+
+    def __init__(
+        self, key: MemoryKey, groups: list[Group], runs: list[tuple[int, int, int]], uncompressed: int
+    ) -> None:
+        self.key = key
+        self.groups = groups
+        self.runs = runs
+        self.uncompressed = uncompressed
+        options = {"dtype": key.dtype, "device": key.device}
+        p_elements = sum(g.count * g.rank * g.rows for g in groups)
+        q_elements = sum(g.count * g.rank * g.cols for g in groups)
+        self.first = torch.empty(uncompressed + p_elements, **options)  # type: ignore[call-overload]
+        self.second = torch.empty(q_elements, **options)  # type: ignore[call-overload]
+        committed = torch.empty_like(self.second)
+        errors = self.second.new_zeros(sum(g.count * g.rows * g.cols for g in groups) if key.error_feedback else 0)
+        at_p, at_q, at_error = uncompressed, 0, 0
+        for group in groups:
+            size_p, size_q = group.count * group.rank * group.rows, group.count * group.rank * group.cols
+            group.p = group.shaped(self.first[at_p : at_p + size_p], group.rank, group.rows)
+            group.q_next = group.shaped(self.second[at_q : at_q + size_q], group.rank, group.cols)
+            group.q = group.shaped(committed[at_q : at_q + size_q], group.rank, group.cols)
+            at_p, at_q = at_p + size_p, at_q + size_q
+            if key.error_feedback:
+                size = group.count * group.rows * group.cols
+                group.error = group.shaped(errors[at_error : at_error + size], group.rows, group.cols)
+                at_error += size
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Move what the units remember into these buffers, and let the units point here."""
+        for group in self.groups:
+            for index, unit in enumerate(group.units):
+                if group.error is None:
+                    unit.error = None
+                    continue
+                error = group.member(group.error, index)
+                if unit.error is not None:
+                    error.copy_(unit.error)
+                unit.error = error
+
+    @property
+    def before(self) -> int:
+        """Elements of the gradient."""
+        return self.key.elements
+
+    @property
+    def after(self) -> int:
+        """Elements of the two all-reduces."""
+        return self.first.numel() + self.second.numel()
+
+    def gather(self, bucket: torch.Tensor) -> None:
+        for source, target, elements in self.runs:
+            self.first[target : target + elements].copy_(bucket[source : source + elements])
+
+    def scatter(self, bucket: torch.Tensor) -> None:
+        for target, source, elements in self.runs:
+            bucket[target : target + elements].copy_(self.first[source : source + elements])
+
+
+def layerwise(key: MemoryKey, parameters: Sequence[torch.Tensor], units: "UnitTable") -> BucketMemory:
+    """Buffers of ``powerSGD_hook`` for a bucket of ``parameters``."""
+    shapes = [parameter.shape for parameter in parameters]
+    strides = [parameter.stride() for parameter in parameters]
+    slices = slices_of(shapes, strides, key.rank, key.min_compression_rate)
+    by_shape: dict[tuple[int, int], list[Slice]] = {}
+    runs: list[tuple[int, int, int]] = []
+    packed = 0
+    for piece in slices:
+        if piece.rank:
+            by_shape.setdefault((piece.rows, piece.cols), []).append(piece)
+        elif piece.elements:
+            if runs and runs[-1][0] + runs[-1][2] == piece.offset:
+                runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + piece.elements)
+            else:
+                runs.append((piece.offset, packed, piece.elements))
+            packed += piece.elements
+    groups = []
+    for same in by_shape.values():
+        split = equal_step_runs([piece.offset for piece in same]) if key.grouped else [[i] for i in range(len(same))]
+        for run in split:
+            members = [same[i] for i in run]
+            groups.append(Group(members, [units.of((parameters[piece.position],)) for piece in members]))
+    return BucketMemory(key, groups, runs, packed)
+
+
+def squared(key: MemoryKey, parameters: Sequence[torch.Tensor], units: "UnitTable") -> BucketMemory:
+    """Buffers of ``batched_powerSGD_hook`` for a bucket of ``parameters``."""
+    groups: list[Group] = [Square(key.elements, key.rank, units.of(tuple(parameters)))] if key.elements else []
+    return BucketMemory(key, groups, [], 0)
+
+
+class UnitTable:
+    """Finds or makes the unit of a matrix by the identity of its parameters."""
+
+    def __init__(self, units: dict[tuple[int, ...], Unit]) -> None:
+        self.units = units
+
+    def of(self, parameters: tuple[torch.Tensor, ...]) -> Unit:
+        key = tuple(id(parameter) for parameter in parameters)
+        if key not in self.units:
+            self.units[key] = Unit(parameters, len(self.units))
+        return self.units[key]
