@@ -2,6 +2,7 @@
 The saved buckets come along: DDP's first step after a restart uses others, and is computed in the saved ones instead.
 """
 
+import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -42,7 +43,7 @@ class Plan:
         """The step's gradients in the saved buckets; ``items`` themselves if these are the same or do not fit."""
         now = [[id(parameter) for parameter in item.parameters] for item in items]
         then = [[id(parameter) for parameter in bucket] for bucket in self.buckets]
-        if now == then or sorted(sum(now, [])) != sorted(sum(then, [])):
+        if now == then or sorted(itertools.chain(*now)) != sorted(itertools.chain(*then)):
             return items
         self._places = {
             id(parameter): piece
@@ -65,7 +66,7 @@ class Plan:
 
 
 def _pieces(item: Item) -> list[torch.Tensor]:
-    return list(item.gradient.split([parameter.numel() for parameter in item.parameters]))
+    return list(torch.split(item.gradient, [parameter.numel() for parameter in item.parameters]))
 
 
 def settings_of(state: "PowerSGDState") -> dict[str, Any]:
@@ -76,6 +77,7 @@ def _pack(state: "PowerSGDState", key_of: Mapping[int, Any]) -> dict[str, Any]:
     """Everything but the parameters themselves, which ``key_of`` replaces by names or positions."""
     algorithm, keys, position, has_gauss, cached = state.rng.get_state(legacy=True)
     assert algorithm == "MT19937"
+    assert isinstance(keys, np.ndarray)
     matrices = [
         {
             "parameters": [key_of[id(parameter)] for parameter in unit.parameters],

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 def is_compressed(rows: int, cols: int, rank: int, min_compression_rate: float) -> bool:
-    """Whether a ``rows`` × ``cols`` matrix is worth two factors of ``rank`` columns.
+    """Whether a ``rows`` by ``cols`` matrix is worth two factors of ``rank`` columns.
 
     Source: PyTorch's document of ``PowerSGDState``: ``(rows + cols) * rank * min_compression_rate < rows * cols``.
     """
@@ -23,7 +23,7 @@ def matrix_shape(shape: Sequence[int], strides: Sequence[int] | None = None) -> 
         shape: the parameter's sizes.
         strides: its strides in elements; None means contiguous.
 
-    A convolution's kernel is a matrix of output channels by everything else (Vogels et al. 2019, section 3, as in PyTorch).
+    A convolution's kernel is a matrix of output channels by everything else (Vogels et al. 2019, section 3).
     DDP lays a dense parameter's gradient out with the parameter's own strides, so the matrix is read in memory order:
     channels_last only permutes its columns, and a transposed parameter gives the transposed matrix, which has the same
     low-rank structure (reading it as if it were contiguous, as PyTorch's hook does, would scramble it).

@@ -94,7 +94,7 @@ class Group:
         return self.gradient(bucket) if self.error is None else self.error
 
     def decompress(self, bucket: torch.Tensor) -> None:
-        """Write PQᵀ over the gradient, and keep M − PQᵀ as the error."""
+        """Write PQᵀ over the gradient, and keep what it lacks of M as the error."""
         gradient = self.gradient(bucket)
         torch.matmul(self.p.mT, self.q_next, out=gradient)
         if self.error is not None:
@@ -117,7 +117,7 @@ class Group:
         if self.error is not None:
             self.error.sub_(torch.where(finite, approximation, gradient))
             torch.nan_to_num_(self.error, nan=0.0, posinf=0.0, neginf=0.0)
-        torch.where(finite, approximation, float("nan"), out=gradient)
+        gradient.copy_(torch.where(finite, approximation, float("nan")))
 
 
 class Square(Group):
@@ -173,7 +173,7 @@ class Square(Group):
             error[self.elements :].sub_(torch.where(finite, flat[self.elements :], 0))
             error[: self.elements].sub_(torch.where(finite, flat[: self.elements], bucket))
             torch.nan_to_num_(self.error, nan=0.0, posinf=0.0, neginf=0.0)
-        torch.where(finite, flat[: self.elements], float("nan"), out=bucket)
+        bucket.copy_(torch.where(finite, flat[: self.elements], float("nan")))
 
 
 class BucketMemory:
@@ -196,8 +196,8 @@ class BucketMemory:
         options = {"dtype": key.dtype, "device": key.device}
         p_elements = sum(g.count * g.rank * g.rows for g in groups)
         q_elements = sum(g.count * g.rank * g.cols for g in groups)
-        self.first = torch.empty(uncompressed + p_elements, **options)  # type: ignore[call-overload]
-        self.second = torch.empty(q_elements, **options)  # type: ignore[call-overload]
+        self.first: torch.Tensor = torch.empty(uncompressed + p_elements, **options)  # type: ignore[call-overload]
+        self.second: torch.Tensor = torch.empty(q_elements, **options)  # type: ignore[call-overload]
         committed = torch.empty_like(self.second)
         errors = self.second.new_zeros(sum(g.count * g.rows * g.cols for g in groups) if key.error_feedback else 0)
         at_p, at_q, at_error = uncompressed, 0, 0
@@ -224,11 +224,6 @@ class BucketMemory:
                 if unit.error is not None:
                     error.copy_(unit.error)
                 unit.error = error
-
-    @property
-    def before(self) -> int:
-        """Elements of the gradient."""
-        return self.key.elements
 
     @property
     def after(self) -> int:

@@ -43,9 +43,10 @@ def divide_rows_(rows: torch.Tensor, norms: torch.Tensor) -> None:
 
 
 def row_norms(rows: torch.Tensor) -> torch.Tensor:
-    """Euclidean norms along the last dimension (kept), in double precision: squares of tiny gradients must not vanish."""
+    """Euclidean norms along the last dimension (kept), in double precision: tiny gradients' squares must not vanish."""
     wide = torch.complex128 if rows.is_complex() else torch.float64
-    return torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=wide)
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=wide)
+    return norms
 
 
 def dead_rows(factor: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ class Item:
         self.memory: memory.BucketMemory
         self.works: list[dist.Work] = []
         self.accumulated = False
-        devices = [gradient.device] if gradient.device.type == "cuda" else []
+        devices: list[int | str | torch.device] = [gradient.device] if gradient.device.type == "cuda" else []
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
 
 
@@ -221,7 +221,7 @@ def stream_of(state: "PowerSGDState", gradient: torch.Tensor) -> Iterator[None]:
         yield
         return
     if gradient.device not in state._streams:
-        state._streams[gradient.device] = torch.cuda.Stream(gradient.device)
+        state._streams[gradient.device] = torch.cuda.Stream(gradient.device)  # type: ignore[no-untyped-call]
     stream = state._streams[gradient.device]
     stream.wait_stream(torch.cuda.current_stream(gradient.device))
     gradient.record_stream(stream)

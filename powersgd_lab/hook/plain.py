@@ -74,7 +74,8 @@ def mean_all_reduce(
         parts.copy_(sent)
         return gradient
 
-    return work.get_future().then(receive)
+    averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(receive)
+    return averaged
 
 
 def payload_bytes(tensor: torch.Tensor) -> int:
