@@ -24,6 +24,8 @@ from powersgd_lab import settings
 
 Row = dict[str, Any]
 
+JOURNAL = "journal.log"  # Optuna's storage, in the study's directory
+
 # The columns that every row has, in this order; trials.csv promises them.
 COLUMNS = (
     "trial",
@@ -121,7 +123,7 @@ def open_study(directory: Path) -> optuna.Study:
     sweep = read_sweep(directory)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna.create_study(
-        storage=JournalStorage(JournalFileBackend(str(directory / "journal.log"))),
+        storage=JournalStorage(JournalFileBackend(str(directory / JOURNAL))),
         study_name=sweep["configuration"]["study"],
         directions=["minimize" if sweep["metric"]["direction"] == "min" else "maximize", "minimize"],
         load_if_exists=True,
@@ -131,6 +133,15 @@ def open_study(directory: Path) -> optuna.Study:
 def requeue(study: optuna.Study, trial: FrozenTrial) -> None:
     """Set an interrupted trial back to waiting: it keeps its number and directory."""
     study._storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
+
+
+def _cut_torn_line(journal: Path) -> None:
+    """Drop what a power loss or a full disk left of a journal's last line: Optuna cannot read on from there.
+
+    Only the holder of the study may do this. Nothing is lost: what was half told is a trial that runs again."""
+    if journal.exists():
+        whole = journal.read_bytes().rfind(b"\n") + 1
+        os.truncate(journal, whole)
 
 
 @contextmanager
@@ -145,6 +156,7 @@ def controlled(directory: Path) -> Iterator[None]:
         raise ValueError(f"{directory} is in use: a sweep with process id {owner} is running it") from None
     try:
         holder.write_text(f"{os.getpid()}\n")
+        _cut_torn_line(directory / JOURNAL)
         yield
         holder.unlink(missing_ok=True)
     finally:

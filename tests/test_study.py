@@ -92,3 +92,23 @@ def test_a_second_controller_is_refused_by_the_first_ones_process_id(directory):
             break
         except ValueError:
             assert time.monotonic() < deadline
+
+
+def test_a_journal_torn_at_any_byte_of_its_last_line_costs_nothing(directory):
+    opened, trial = begin(directory)
+    trial.set_user_attr("metric", 0.9)
+    journal = directory / study.JOURNAL
+    before = journal.read_bytes()
+    opened.tell(trial, [0.9, 1000])
+    whole = journal.read_bytes()
+    last = whole.rstrip(b"\n").rfind(b"\n") + 1
+    assert last >= len(before)
+    for end in range(last, len(whole)):
+        journal.write_bytes(whole[:end])
+        with study.controlled(directory):
+            (row,) = study.load(directory).rows
+            assert (row["state"], row["metric"]) == ("running", 0.9)
+            reopened = study.open_study(directory)
+            (running,) = reopened.get_trials(states=(TrialState.RUNNING,))
+            study.requeue(reopened, running)
+            assert study.load(directory).rows[0]["state"] == "waiting"
