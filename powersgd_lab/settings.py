@@ -329,8 +329,9 @@ class Search:
     seeds: int = field(default=3, metadata=GROWABLE)
     trials: int = field(default=20, metadata=GROWABLE)
     settings: list[dict[str, Any]] = field(default_factory=list, metadata=GROWABLE)
-    tolerance: float | str = field(default="2%", metadata=FREE)
+    tolerance: int | float | str = field(default="2%", metadata=FREE)
     confidence: float | None = field(default=None, metadata=FREE)
+    give_up: float | None = field(default=None, metadata=FREE)
     retry_failed: bool = field(default=False, metadata=FREE)
 
     def __post_init__(self) -> None:
@@ -354,6 +355,8 @@ class Search:
         require(self.seeds >= 1, "search.seeds", self.seeds, "at least 1")
         require(self.trials >= 1, "search.trials", self.trials, "at least 1")
         tolerance(self.tolerance, 1.0)
+        give_up = self.give_up
+        require(give_up is None or give_up > 0, "search.give_up", give_up, "more than 0 (baseline spreads), or null")
         require(
             self.confidence is None or 0.5 < self.confidence < 1,
             "search.confidence",

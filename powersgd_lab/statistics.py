@@ -284,7 +284,7 @@ def _refusal(compared: Sequence[Row], good: Row | None, cheapest: Row, direction
         return f"the cheapest satisfactory setting, {good['setting']}, sends no fewer bytes than {cheapest['setting']}"
     known = [p for p in compared if p["difference"] is not None]
     if not known:
-        return "every PowerSGD setting diverged"
+        return "no PowerSGD setting ran to its end: all diverged or were given up"
     best = min(known, key=lambda p: loss_of_quality(p, direction)[0])
     return f"no PowerSGD setting is within the tolerance: the best, {best['setting']}, has {_quality(best, direction)}"
 

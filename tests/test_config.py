@@ -37,6 +37,11 @@ def test_command_line_wins_over_experiment():
     assert (sweep.trainer.epochs, sweep.model.name, sweep.study) == (2, "mlp", "mnist5k_cnn")
 
 
+@pytest.mark.parametrize(("given", "value"), [("0", 0), ("1", 1), ("0.5", 0.5), ("3%", "3%")])
+def test_a_tolerance_is_a_number_or_a_percentage(given, value):
+    assert config.load([f"search.tolerance={given}"]).search.tolerance == value
+
+
 def test_own_target_takes_any_argument():
     sweep = config.load(["model=own", "model._target_=my.Net", "model.args.width=3"])
     assert settings.component(sweep.model) == {"name": "own", "_target_": "my.Net", "args": {"width": 3}}

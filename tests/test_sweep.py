@@ -284,3 +284,17 @@ def test_an_interrupt_ends_everything_and_the_same_command_resumes(number, tmp_p
     rows = table(tmp_path)
     assert [row["trial"] for row in rows] == [str(number) for number in range(8)]
     assert {row["state"] for row in rows} == {"complete"}
+
+
+@pytest.mark.slow
+def test_a_trial_that_trails_the_baseline_is_given_up_with_its_step(tmp_path):
+    hopeless = ["trainer.steps=40", "trainer.eval_steps=4", "trainer.metric=loss", "search.tolerance=0"]
+    code, printed, errors = run(tmp_path, [*SMALL, *hopeless, "search.give_up=0.01", "optimizer.lr=0.01"])
+    assert code == 0, errors
+    first = next(row for row in table(tmp_path) if row["hook"] == "layerwise")
+    assert first["state"] == "pruned"
+    assert first["reason"].startswith("stopped: given up at step ")
+    assert 10 < int(first["steps"]) < 40  # compression begins at step 10
+    assert [row["seed"] for row in table(tmp_path) if row["setting"] == first["setting"]] == ["0"]
+    assert first["reason"] in printed
+    assert none_left(tmp_path)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 from typing import Protocol
@@ -19,6 +20,7 @@ from optuna.trial import TrialState
 
 from powersgd_lab import settings
 from powersgd_lab import study as record
+from powersgd_lab.search.giving_up import GivingUp
 from powersgd_lab.search.planning import Plan
 from powersgd_lab.settings import Hook
 from powersgd_lab.settings import PowerSGD
@@ -58,6 +60,8 @@ class _Running:
     trial: optuna.Trial
     process: RunningTrial
     events: Iterator[dict[str, Any] | None]
+    curve: dict[int, float] = field(default_factory=dict)  # the metric by steps, as far as it is evaluated
+    given_up: bool = False
 
 
 class Controller:
@@ -131,7 +135,7 @@ class Controller:
         for name, value in _parameters(setting).items():
             if name not in trial.params:  # an interrupted trial has them
                 assert trial._suggest(name, DISTRIBUTIONS[name]) == value
-        directory = self._directory / "trials" / f"{trial.number:04d}"
+        directory = self._trial_directory(trial.number)
         config = make_trial(self._sweep, self._prepared, setting, trial.user_attrs["seed"])
         process = server.launch(directory, config)
         self._running[trial.number] = _Running(trial, process, journal.follow(directory / journal.METRICS))
@@ -143,6 +147,7 @@ class Controller:
             outcome = running.process.poll()
             while (event := next(running.events)) is not None:
                 self._view.progress(number, event)
+                self._watch(running, event)
             if outcome is not None:
                 del self._running[number]
                 self._tell(running.trial, outcome)
@@ -150,6 +155,39 @@ class Controller:
                 self._ended(rows)
                 self._view.ended(self._row(number), rows)
                 self._decide(self._planning_rows())
+
+    def _watch(self, running: _Running, event: dict[str, Any]) -> None:
+        """Give a trial up that trails the baseline too far: all its ranks leave together at their next report."""
+        value = event.get(self._prepared.metric)
+        if event["event"] != "eval" or value is None or self._sweep.search.give_up is None or running.given_up:
+            return
+        running.curve[event["step"]] = value
+        facts = running.trial.user_attrs
+        if not Hook[facts["hook"]].compresses:
+            return
+        reason = self._giving_up().reason(running.curve, facts["seed"], facts["start_powerSGD_iter"])
+        if reason is not None:
+            running.process.ask_to_stop(reason)
+            running.given_up = True
+
+    def _giving_up(self) -> GivingUp:
+        search = self._sweep.search
+        assert search.give_up is not None
+        complete = [
+            row for row in self.rows() if row["setting"] == search.baselines[0].name and row["state"] == "complete"
+        ]
+        curves = {row["seed"]: self._curve(row["trial"]) for row in complete}
+        mean = math.fsum(row["metric"] for row in complete) / len(complete)
+        least = settings.tolerance(search.tolerance, mean)
+        return GivingUp(curves, self._prepared.direction, search.give_up, least)
+
+    def _curve(self, number: int) -> dict[int, float]:
+        """The metric by steps, read from a trial that has ended."""
+        events = iter(journal.follow(self._trial_directory(number) / journal.METRICS).__next__, None)
+        return {event["step"]: event[self._prepared.metric] for event in events if event["event"] == "eval"}
+
+    def _trial_directory(self, number: int) -> Path:
+        return self._directory / "trials" / f"{number:04d}"
 
     def _decide(self, rows: list[Row]) -> None:
         decisions = self._plan.decisions(rows)

@@ -183,7 +183,7 @@ def points_table(points: Sequence[Point], metric: str, direction: str) -> Table:
         table.add_row(
             point["setting"],
             str(point["n"]) + (f" ({point['failed']} failed)" if point["failed"] else ""),
-            "diverged" if point["pruned"] else _plus_minus(point["metric"], point["metric_std"]),
+            "ended early" if point["pruned"] else _plus_minus(point["metric"], point["metric_std"]),
             _interval(point),
             _ratio(point["compression_ratio_step"]),
             _ratio(point["compression_ratio_run"]),
