@@ -87,7 +87,7 @@ def _pack(state: "PowerSGDState", key_of: Mapping[int, Any]) -> dict[str, Any]:
         }
         for unit in state._units.values()
     ]
-    buckets = [[key_of[p] for p in held.key.parameters] for _, held in sorted(state._memories.items())]
+    buckets = [[key_of[id(parameter)] for parameter in bucket] for _, bucket in sorted(state._buckets.items())]
     if state._layout_plan is not None:
         buckets = [[key_of[id(parameter)] for parameter in bucket] for bucket in state._layout_plan.buckets]
     return {

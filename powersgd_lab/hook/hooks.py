@@ -13,7 +13,7 @@ from powersgd_lab.hook.state import PowerSGDState
 from powersgd_lab.hook.statistics import report
 
 
-def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """Average gradients over the ranks as low-rank matrices, layer by layer.
 
     Register with ``ddp_model.register_comm_hook(state, powerSGD_hook)``. Every parameter's gradient is seen as a matrix
@@ -41,7 +41,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.future
     return _run(state, bucket, batched=False)
 
 
-def batched_powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def batched_powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """Average gradients over the ranks with each whole bucket, padded with zeros to a square, as one low-rank matrix.
 
     Fewer and larger products than ``powerSGD_hook``, but rows and columns of layers no longer line up, so that higher
@@ -52,7 +52,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torc
 
 
 @torch.no_grad()
-def _run(state: PowerSGDState, bucket: dist.GradBucket, batched: bool) -> torch.futures.Future[torch.Tensor]:
+def _run(state: PowerSGDState, bucket: dist.GradBucket, batched: bool) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     group = state.process_group if state.process_group is not None else dist.group.WORLD
     assert group is not None, "hooks run under DDP, which needs a process group"
     gradient = bucket.buffer()
@@ -71,6 +71,7 @@ def _run(state: PowerSGDState, bucket: dist.GradBucket, batched: bool) -> torch.
         done.set_result(gradient)
         return done
     if state._step is None and state.iter < state.start_powerSGD_iter:
+        state._note_bucket(bucket)
         state.maybe_increase_iter(bucket)
         return mean_all_reduce(gradient, group, None, state.observer)
     step = state._step
@@ -79,7 +80,10 @@ def _run(state: PowerSGDState, bucket: dist.GradBucket, batched: bool) -> torch.
         step = None
     if step is None:
         step = state._step = Step(state, group, batched)
-    item = Item(bucket.index(), gradient, parameters)
+    # DDP keeps complex gradients as pairs of real numbers; a matrix of such pairs has another rank than its own.
+    paired = not gradient.is_complex() and parameters[0].is_complex()
+    matrix = torch.view_as_complex(gradient.view(-1, 2)) if paired else gradient
+    item = Item(bucket.index(), matrix, parameters, result=gradient)
     step.add(item, bucket.is_last())
     if bucket.is_last():
         state._step = None

@@ -193,6 +193,7 @@ class BucketMemory:
         self.groups = groups
         self.runs = runs
         self.uncompressed = uncompressed
+        self.leftovers: list[tuple[int, Unit]] = []
         options = {"dtype": key.dtype, "device": key.device}
         p_elements = sum(g.count * g.rank * g.rows for g in groups)
         q_elements = sum(g.count * g.rank * g.cols for g in groups)
@@ -231,6 +232,10 @@ class BucketMemory:
         return self.first.numel() + self.second.numel()
 
     def gather(self, bucket: torch.Tensor) -> None:
+        """Collect the uncompressed slices, paying out the errors of those that were compressed until now."""
+        for offset, unit in self.leftovers:
+            assert unit.error is not None
+            bucket[offset : offset + unit.error.numel()].add_(unit.error.reshape(-1))
         for source, target, elements in self.runs:
             self.first[target : target + elements].copy_(bucket[source : source + elements])
 
@@ -262,7 +267,13 @@ def layerwise(key: MemoryKey, parameters: Sequence[torch.Tensor], units: "UnitTa
         for run in split:
             members = [same[i] for i in run]
             groups.append(Group(members, [units.of((parameters[piece.position],)) for piece in members]))
-    return BucketMemory(key, groups, runs, packed)
+    held = BucketMemory(key, groups, runs, packed)
+    if key.error_feedback:
+        for piece in slices:
+            unit = units.units.get((id(parameters[piece.position]),))
+            if not piece.rank and unit is not None and unit.error is not None:
+                held.leftovers.append((piece.offset, unit))
+    return held
 
 
 def squared(key: MemoryKey, parameters: Sequence[torch.Tensor], units: "UnitTable") -> BucketMemory:
@@ -280,5 +291,6 @@ class UnitTable:
     def of(self, parameters: tuple[torch.Tensor, ...]) -> Unit:
         key = tuple(id(parameter) for parameter in parameters)
         if key not in self.units:
-            self.units[key] = Unit(parameters, len(self.units))
+            number = 1 + max((unit.number for unit in self.units.values()), default=-1)
+            self.units[key] = Unit(parameters, number)
         return self.units[key]

@@ -32,8 +32,16 @@ if TYPE_CHECKING:
 class Item:
     """One bucket on its way: DDP's, or after loading a saved one (see ``regroup``)."""
 
-    def __init__(self, index: int, gradient: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        index: int,
+        gradient: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        result: torch.Tensor | None = None,
+    ) -> None:
         self.index = index
+        # What DDP gets back: the same memory, in the dtype that DDP gave it.
+        self.result = gradient if result is None else result
         self.gradient = gradient
         self.parameters = parameters
         self.memory: memory.BucketMemory
@@ -131,10 +139,18 @@ class Step:
             if plan is not None and items is not self.items:
                 plan.hand_back(items)
         self.state._layout_plan = None
+        self.state._buckets = {item.index: list(item.parameters) for item in items}
         for index in [index for index in self.state._memories if index >= len(items)]:
             del self.state._memories[index]
         for item in self.items:
-            item.future.set_result(item.gradient)
+            item.future.set_result(item.result)
+
+    def _forget_paid(self, items: list[Item]) -> None:
+        """Errors of slices that are no longer compressed have been handed on, and are kept no longer."""
+        for item in items:
+            for _, unit in item.memory.leftovers:
+                self.state._units.pop(unit.key, None)
+            item.memory.leftovers.clear()
 
     def _commit(self, items: list[Item]) -> None:
         parts = [part for item in items for part in (item.memory.first, item.memory.second)]
@@ -153,6 +169,8 @@ class Step:
                         group.q.copy_(group.q_next)
                         redraw_dead(self, group)
             take_back(self.state, finite)
+            if finite:
+                self._forget_paid(items)
             return
         # On an accelerator the answer stays there: asking for it would stop the host until the device is idle.
         device = parts[0].device
@@ -168,6 +186,7 @@ class Step:
                     redraw_dead(self, group)
                     torch.where(here, group.q, before, out=group.q)
         take_back(self.state, flag)
+        self._forget_paid(items)
 
     def _all_reduce(self, item: Item, tensor: torch.Tensor, sent: dict[str, int]) -> None:
         # Whether there is anything to send is known from shapes, so all ranks skip alike.

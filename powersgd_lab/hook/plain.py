@@ -38,7 +38,7 @@ class AllReduceState:
         self.observer = observer
 
 
-def allreduce_hook(state: AllReduceState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def allreduce_hook(state: AllReduceState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """Average a bucket over the ranks, asynchronously, so that it overlaps with the rest of the backward pass.
 
     The gradient is divided by the world size before it is cast and summed, so that 16 bit overflows no sooner than the

@@ -56,6 +56,7 @@ class PowerSGDState:
 
     # Internal fields are documented where they are set; slots make a mistyped setting an error, as in PyTorch.
     __slots__ = (
+        "_buckets",
         "_fresh",
         "_layout_plan",
         "_memories",
@@ -136,6 +137,8 @@ class PowerSGDState:
         self._units: dict[tuple[int, ...], Unit] = {}
         # The buffers of each bucket as DDP last formed it: views into them are what units hold.
         self._memories: dict[int, BucketMemory] = {}
+        # The parameters of each bucket in the last step: saved, so that a resumed run can go on in the same buckets.
+        self._buckets: dict[int, list[torch.Tensor]] = {}
         # The step under way, between its first bucket and its last.
         self._step: Step | None = None
         # Buckets of the run that was saved: the first step after loading is computed in them.
@@ -167,7 +170,7 @@ class PowerSGDState:
     def observer(self, value: Observer | None) -> None:
         self._observer = value
 
-    def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
+    def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
         """Count a step when ``bucket`` is its last, and log the start of compression."""
         if bucket.is_last():
             self.iter += 1
@@ -179,6 +182,14 @@ class PowerSGDState:
         if parameters and id(parameters[-1]) not in self._parameters:
             for parameter in parameters:
                 self._parameters.setdefault(id(parameter), parameter)
+
+    def _note_bucket(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+        """In the plain phase, know the buckets of the last step: the first compressed one draws by them."""
+        if bucket.index() == 0:
+            self._buckets = {}
+        self._buckets[bucket.index()] = bucket.parameters()
+        if bucket.is_last():
+            self._layout_plan = None
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Statistics of all compressed steps so far: (rate, elements before, elements after); rate is 0 before any."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 
 class Bag(torch.nn.Module):
@@ -28,13 +28,13 @@ class Bag(torch.nn.Module):
         return total
 
 
-def wrap(model: torch.nn.Module, state: Any, hook: Callable[..., Any], **options: Any) -> DDP:
-    wrapped = DDP(model, **{"bucket_cap_mb": 2000, **options})
+def wrap(model: torch.nn.Module, state: Any, hook: Callable[..., Any], **options: Any) -> DistributedDataParallel:
+    wrapped = DistributedDataParallel(model, **{"bucket_cap_mb": 2000, **options})
     wrapped.register_comm_hook(state, hook)
     return wrapped
 
 
-def step(model: DDP, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def step(model: DistributedDataParallel, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """One backward pass: the averaged gradients, in order of the parameters."""
     model.zero_grad(set_to_none=True)
     model(gradients).backward()
