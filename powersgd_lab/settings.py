@@ -368,7 +368,7 @@ class Search:
 @dataclass
 class Launcher:
     world_size: int = 2
-    slots: int = field(default=1, metadata=FREE)
+    slots: int | str = field(default=1, metadata=FREE)
     backend: Backend = Backend.auto
     device: Device = Device.auto
     threads: int | None = field(default=None, metadata=FREE)
@@ -377,7 +377,8 @@ class Launcher:
 
     def __post_init__(self) -> None:
         require(self.world_size >= 1, "launcher.world_size", self.world_size, "at least 1")
-        require(self.slots >= 1, "launcher.slots", self.slots, "at least 1")
+        countable = self.slots == "auto" if isinstance(self.slots, str) else self.slots >= 1
+        require(countable, "launcher.slots", self.slots, "a number of at least 1, or auto")
         require(self.threads is None or self.threads >= 1, "launcher.threads", self.threads, "at least 1, or null")
         require(self.grace >= 0, "launcher.grace", self.grace, "0 or more (seconds)")
         if self.backend is Backend.nccl and self.device is Device.cpu:

@@ -198,6 +198,8 @@ def test_another_study_under_the_same_name_is_refused_with_its_keys(finished, ca
         (["search.settings=[{start_powerSGD_iter: 1}]"], "start_powerSGD_iter=1"),
         (["search.settings=[{start_powerSGD_iter: 12}]"], "start_powerSGD_iter=12"),
         (["launcher.world_size=0"], "launcher.world_size=0"),
+        (["launcher.world_size=1"], "launcher.world_size=1"),
+        (["launcher.slots=1000"], "launcher.slots=1000"),
         (["launcher.device=cuda"], "launcher.device=cuda"),
         (["runs_dir=/proc/nowhere"], "runs_dir=/proc/nowhere"),
         (["trainer.metric=f1"], "trainer.metric"),

@@ -31,6 +31,7 @@ from powersgd_lab.training.launch import Outcome
 from powersgd_lab.training.launch import RunningTrial
 from powersgd_lab.training.preflight import Prepared
 from powersgd_lab.training.preflight import make_trial
+from powersgd_lab.training.slots import Slot
 
 
 # Wide enough for every setting, since a study may grow. The rank's logarithm is an integer for the same reason.
@@ -59,6 +60,7 @@ class View(Protocol):
 class _Running:
     trial: optuna.Trial
     process: RunningTrial
+    slot: Slot
     events: Iterator[dict[str, Any] | None]
     curve: dict[int, float] = field(default_factory=dict)  # the metric by steps, as far as it is evaluated
     given_up: bool = False
@@ -82,6 +84,7 @@ class Controller:
         self._plan, self._view, self._ended = plan, view, ended
         self._study = record.open_study(directory)
         self._running: dict[int, _Running] = {}
+        self._free = list(prepared.slots)
         self._decided = 0  # sentences that were passed on
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             record.requeue(self._study, trial)  # the controller that ran it is gone: this one holds the study
@@ -105,7 +108,7 @@ class Controller:
     def _fill(self, server: ForkServer) -> bool:
         """Start trials while slots are free; whether any was started."""
         started = False
-        while len(self._running) < self._sweep.launcher.slots and self._enqueue():
+        while self._free and self._enqueue():
             self._start(server, self._study.ask())
             started = True
         return started
@@ -137,8 +140,9 @@ class Controller:
                 assert trial._suggest(name, DISTRIBUTIONS[name]) == value
         directory = self._trial_directory(trial.number)
         config = make_trial(self._sweep, self._prepared, setting, trial.user_attrs["seed"])
-        process = server.launch(directory, config)
-        self._running[trial.number] = _Running(trial, process, journal.follow(directory / journal.METRICS))
+        slot = self._free.pop(0)
+        process = server.launch(directory, config, slot=slot)
+        self._running[trial.number] = _Running(trial, process, slot, journal.follow(directory / journal.METRICS))
         self._view.started(self._row(trial.number))
 
     def _follow(self) -> None:
@@ -149,7 +153,7 @@ class Controller:
                 self._view.progress(number, event)
                 self._watch(running, event)
             if outcome is not None:
-                del self._running[number]
+                self._free.append(self._running.pop(number).slot)
                 self._tell(running.trial, outcome)
                 rows = self.rows()
                 self._ended(rows)

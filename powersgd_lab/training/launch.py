@@ -9,8 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +22,8 @@ from powersgd_lab.settings import Trial
 from powersgd_lab.training import failure
 from powersgd_lab.training import journal
 from powersgd_lab.training.failure import Exit
+from powersgd_lab.training.slots import Slot
+from powersgd_lab.training.slots import cores
 
 
 # PyTorch's own hook can leave ranks waiting for each other, so a trial with it always has a limit; a longer run asks
@@ -68,16 +68,15 @@ class ForkServer:
         directory: Path,
         trial: Trial,
         *,
-        environment: Mapping[str, str] | None = None,
-        cores: Sequence[int] | None = None,
+        slot: Slot | None = None,
     ) -> "RunningTrial":
         """Start the trial's ranks and return at once. What an earlier attempt left in `directory` is removed.
 
-        environment: variables for the ranks. cores: those that the trial may use, all of this process's if None.
+        slot: the cores or GPUs that the trial may use, all of this process's if None.
         Raises OSError when the directory cannot be written."""
         if self._process is None or self._process.poll() is not None:
             self._start()  # a server that was killed takes its trials with it, not the ones to come
-        directory = directory.absolute()
+        directory, slot = directory.absolute(), slot or Slot()
         directory.mkdir(parents=True, exist_ok=True)
         _clear(directory)
         settings.write_trial(trial, directory / journal.CONFIG)
@@ -89,9 +88,9 @@ class ForkServer:
                 "launch": self._launched,
                 "directory": str(directory),
                 "world_size": trial.launcher.world_size,
-                "threads": threads(trial.launcher, len(cores) if cores is not None else available_cores()),
-                "cores": list(cores) if cores is not None else None,
-                "environment": _network(trial.launcher) | dict(environment or {}),
+                "threads": threads(trial.launcher, len(slot.cores or cores())),
+                "cores": slot.cores,
+                "environment": _network(trial.launcher) | slot.environment,
                 "path": sys.path,
                 "launched": time.time(),
             }
@@ -234,14 +233,9 @@ def time_limit(trial: Trial) -> float | None:
     return SECONDS_WITH_PYTORCHS_HOOK if trial.powersgd.hook is Hook.torch else None
 
 
-def available_cores() -> int:
-    """The cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
 def threads(launcher: Launcher, cores: int) -> int:
-    """A rank's threads: `launcher.threads`, else the cores shared out among the ranks of all slots."""
-    return launcher.threads or max(1, cores // (launcher.world_size * launcher.slots))
+    """A rank's threads: `launcher.threads`, else the trial's cores shared out among its ranks."""
+    return launcher.threads or max(1, cores // launcher.world_size)
 
 
 def _network(launcher: Launcher) -> dict[str, str]:

@@ -23,6 +23,9 @@ from powersgd_lab.settings import require
 from powersgd_lab.training import assembly
 from powersgd_lab.training import launch
 from powersgd_lab.training import tasks
+from powersgd_lab.training.slots import Slot
+from powersgd_lab.training.slots import cores
+from powersgd_lab.training.slots import slots
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class Prepared:
     """What the check of a sweep found out.
 
     metric: what judges, and its direction, `min` or `max`. data: the data set's record. parameters: elements that are
-    trained. gradient_bytes: of one rank's uncompressed step. device, backend: `auto` resolved. warnings: a line each.
-    """
+    trained. gradient_bytes: of one rank's uncompressed step. device, backend, slots: `auto` resolved.
+    warnings: a line each."""
 
     steps: int
     steps_per_epoch: int
@@ -43,6 +46,7 @@ class Prepared:
     gradient_bytes: int
     device: str
     backend: str
+    slots: list[Slot]
     warnings: list[str]
 
 
@@ -50,8 +54,9 @@ def prepare(sweep: Sweep) -> Prepared:
     """Check the sweep, preparing its data on the way. Raises ValueError, one line that names the key."""
     links.link(sweep.network.link)
     device, backend = assembly.device_and_backend(sweep.launcher)
+    room = slots(sweep.launcher, device)
     if device is Device.cuda and backend is Backend.nccl:
-        there = torch.cuda.device_count()
+        there = torch.cuda.device_count() // len(room)
         if sweep.launcher.world_size > there:
             raise ValueError(
                 f"launcher.world_size={sweep.launcher.world_size} is not allowed: NCCL needs a device for each rank, "
@@ -76,14 +81,20 @@ def prepare(sweep: Sweep) -> Prepared:
         gradient_bytes=assembly.gradient_bytes(model),
         device=device.name,
         backend=backend.name,
-        warnings=_warnings(sweep, device, backend),
+        slots=room,
+        warnings=_warnings(sweep, device, backend, room),
     )
 
 
 def make_trial(sweep: Sweep, prepared: Prepared, powersgd: PowerSGD, seed: int) -> Trial:
     """The trial of one setting and one seed, with steps, start, device and backend resolved.
 
-    Raises ValueError for a start that no step of the run reaches."""
+    Raises ValueError for a start that no step of the run reaches, and for PowerSGD on a single rank."""
+    if powersgd.hook.compresses and sweep.launcher.world_size == 1:
+        raise ValueError(
+            "launcher.world_size=1 is not allowed with PowerSGD: one rank sends nothing that could be compressed, "
+            "it must be at least 2"
+        )
     setting = settings.resolved(powersgd, prepared.steps, prepared.warmup_steps)
     check_start(setting, prepared.steps)
     launcher = replace(sweep.launcher, device=Device[prepared.device], backend=Backend[prepared.backend])
@@ -173,18 +184,14 @@ def _require_logits(target: str, logits: object, targets: torch.Tensor) -> None:
         raise ValueError(f"logits of shape {(*targets.shape, 'classes')} are expected, not {found}")
 
 
-def _warnings(sweep: Sweep, device: Device, backend: Backend) -> list[str]:
+def _warnings(sweep: Sweep, device: Device, backend: Backend, room: list[Slot]) -> list[str]:
     found = []
-    launcher = sweep.launcher
-    ranks, cores = launcher.world_size * launcher.slots, launch.available_cores()
-    if device is Device.cpu and ranks > cores:
+    ranks = sweep.launcher.world_size
+    units = len(room[0].cores or cores()) if device is Device.cpu else torch.cuda.device_count() // len(room)
+    if ranks > units:
         found.append(
-            f"{ranks} ranks at a time (launcher.world_size * launcher.slots) share {cores} cores: bytes and metrics "
-            "are right, seconds are not those of a rank with cores of its own"
-        )
-    if device is Device.cuda and ranks > torch.cuda.device_count():
-        found.append(
-            f"{ranks} ranks at a time share {torch.cuda.device_count()} GPUs: seconds are not those of a GPU each"
+            f"a trial's {ranks} ranks share {units} {'cores' if device is Device.cpu else 'GPUs'}: bytes and metrics "
+            "are right, seconds are not those of a rank with one of its own"
         )
     if sweep.powersgd.hook is Hook.torch and backend is Backend.gloo:
         found.append(

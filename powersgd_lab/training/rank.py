@@ -31,6 +31,7 @@ from powersgd_lab.training.meter import Meter
 from powersgd_lab.training.meter import typical
 from powersgd_lab.training.sharding import Shards
 from powersgd_lab.training.sharding import rank_seed
+from powersgd_lab.training.slots import cores
 from powersgd_lab.training.tasks import task_of
 
 
@@ -167,5 +168,4 @@ def _result(
 
 def _contended(trial: Trial) -> bool:
     """Whether ranks shared cores, so that their seconds are not those of ranks with a machine each."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", trial.launcher.world_size)) * trial.launcher.slots
-    return here > len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else here > (os.cpu_count() or 1)
+    return int(os.environ.get("LOCAL_WORLD_SIZE", trial.launcher.world_size)) > len(cores())
