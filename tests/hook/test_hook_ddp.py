@@ -225,19 +225,47 @@ def two_models_case(rank: int, world_size: int) -> None:
             for position, value in enumerate(step(model, every[rank])):
                 mean = sum(g[position] for g in every) / world_size
                 assert torch.allclose(value, mean, atol=1e-5)
-    gradients = random_gradients([(9, 8)] * 3, rank)
-    try:
-        (models[0](gradients) + models[1](gradients)).backward()
-    except (ValueError, RuntimeError) as error:
-        assert "PowerSGDState of its own" in str(error), error
-    else:
-        # The two backward passes did not interleave: then they are two steps like any others.
-        assert state.iter == 12
+    # In one backward pass autograd finishes one model before it begins the other: two steps like any others.
+    (models[0](every[rank]) + models[1](every[rank])).backward()
+    assert state.iter == 12
+
+
+class Handed:
+    """A bucket that is not the step's last, as DDP would hand it in."""
+
+    def __init__(self) -> None:
+        self.parameter = torch.zeros(9, 8)
+
+    def buffer(self) -> torch.Tensor:
+        return self.parameter.view(-1)
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self.parameter]
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return False
+
+
+def interleaved_case(rank: int, world_size: int) -> None:
+    state = PowerSGDState(None, 1, start_powerSGD_iter=2)
+    state.iter = 2
+    first = Handed()
+    powerSGD_hook(state, first)
+    # The same model again: its backward pass was given up. Another: refused.
+    powerSGD_hook(state, first)
+    with pytest.raises(ValueError, match="PowerSGDState of its own"):
+        powerSGD_hook(state, Handed())
+
+
+def test_interleaving_models_are_refused(pair: Ranks) -> None:
+    pair.run(interleaved_case)
 
 
 def test_one_state_on_two_models(pair: Ranks) -> None:
     pair.run(two_models_case)
-    pair.close()
 
 
 def sparse_case(rank: int, world_size: int) -> str:
