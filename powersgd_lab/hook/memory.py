@@ -13,6 +13,10 @@ from powersgd_lab.hook.layout import slices_of
 from powersgd_lab.hook.layout import square_side
 
 
+# One MiB of 32-bit floats: of the sizes tried, the one that gained most on matrices beyond the cache.
+CACHED_ELEMENTS = 2**18
+
+
 class Unit:
     """What is remembered of one compressed matrix: one parameter's, or under the batched hook a whole bucket's.
 
@@ -84,21 +88,34 @@ class Group:
             return bucket.as_strided((self.rows, self.cols), (self.cols, 1), start)
         return bucket.as_strided((self.count, self.rows, self.cols), (self.step, self.cols, 1), start)
 
-    def accumulate(self, bucket: torch.Tensor) -> torch.Tensor:
-        """M, the matrix to compress: the gradient, added into the error buffer if there is one."""
-        gradient = self.gradient(bucket)
-        return gradient if self.error is None else self.error.add_(gradient)
+    def row_blocks(self) -> list[slice]:
+        """Rows to work on together: on CPU a block that stays in the cache between two operations on it."""
+        height = max(1, CACHED_ELEMENTS // self.cols)
+        if self.count > 1 or self.p.device.type != "cpu" or self.rows < 2 * height:
+            return [slice(None)]
+        return [slice(start, start + height) for start in range(0, self.rows, height)]
+
+    def project(self, bucket: torch.Tensor) -> None:
+        """P = MQ."""
+        gradient, q = self.gradient(bucket), self.q.conj()
+        for rows in self.row_blocks():
+            block = gradient[..., rows, :]
+            if self.error is not None:
+                block = self.error[..., rows, :].add_(block)
+            torch.matmul(q, block.mT, out=self.p[..., rows])
 
     def matrix(self, bucket: torch.Tensor) -> torch.Tensor:
-        """M again, after ``accumulate``."""
+        """M again, after ``project``."""
         return self.gradient(bucket) if self.error is None else self.error
 
     def decompress(self, bucket: torch.Tensor) -> None:
         """Write PQᵀ over the gradient, and keep what it lacks of M as the error."""
-        gradient = self.gradient(bucket)
-        torch.matmul(self.p.mT, self.q_next, out=gradient)
-        if self.error is not None:
-            self.error.sub_(gradient)
+        gradient, left = self.gradient(bucket), self.p.mT
+        for rows in self.row_blocks():
+            block = gradient[..., rows, :]
+            torch.matmul(left[..., rows, :], self.q_next, out=block)
+            if self.error is not None:
+                self.error[..., rows, :].sub_(block)
 
     def restore(self, bucket: torch.Tensor) -> None:
         """Take the gradient out of the error again; what cannot be told from an infinite gradient restarts at 0."""
@@ -132,18 +149,18 @@ class Square(Group):
         self.elements = elements
         self.workspace: torch.Tensor | None = None
 
-    def accumulate(self, bucket: torch.Tensor) -> torch.Tensor:
+    def project(self, bucket: torch.Tensor) -> None:
         if self.error is not None:
             self.error.view(-1)[: self.elements].add_(bucket)
-            return self.error
-        if self.workspace is None:
-            self.workspace = bucket.new_zeros(self.rows, self.cols)
-        self.workspace.view(-1)[: self.elements].copy_(bucket)
-        return self.workspace
+        else:
+            if self.workspace is None:
+                self.workspace = bucket.new_zeros(self.rows, self.cols)
+            self.workspace.view(-1)[: self.elements].copy_(bucket)
+        torch.matmul(self.q.conj(), self.matrix(bucket).mT, out=self.p)
 
     def matrix(self, bucket: torch.Tensor) -> torch.Tensor:
         matrix = self.error if self.error is not None else self.workspace
-        assert matrix is not None, "accumulate comes first"
+        assert matrix is not None, "project comes first"
         return matrix
 
     def gradient(self, bucket: torch.Tensor) -> torch.Tensor:

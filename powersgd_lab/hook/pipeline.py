@@ -94,7 +94,7 @@ class Step:
             item.memory = held = bind(self, item)
             begin_factors(self, item)
             for group in held.groups:
-                torch.matmul(group.q.conj(), group.accumulate(item.gradient).mT, out=group.p)
+                group.project(item.gradient)
             item.accumulated = True
             held.gather(item.gradient)
             # Dividing before the sum, so that 16-bit floats overflow no sooner than the mean does.
