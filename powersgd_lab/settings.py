@@ -287,6 +287,7 @@ class Trainer:
     eval_samples: int | None = None
     metric: str | None = None
     timeout: float | None = field(default=None, metadata=FREE)
+    checkpoint_seconds: float | None = field(default=60.0, metadata=FREE)
     ddp: Ddp = field(default_factory=Ddp)
 
     def __post_init__(self) -> None:
@@ -316,6 +317,8 @@ class Trainer:
         require(self.eval_epochs is None or self.eval_epochs > 0, "trainer.eval_epochs", self.eval_epochs, "above 0")
         if self.eval_steps is not None and self.eval_epochs is not None:
             raise ValueError("trainer.eval_steps and trainer.eval_epochs: only one of the two may be given")
+        pause = self.checkpoint_seconds
+        require(pause is None or pause >= 0, "trainer.checkpoint_seconds", pause, "0 or more, or null")
         require(self.timeout is None or self.timeout > 0, "trainer.timeout", self.timeout, "more than 0 (seconds)")
 
 

@@ -141,7 +141,7 @@ class Controller:
         directory = self._trial_directory(trial.number)
         config = make_trial(self._sweep, self._prepared, setting, trial.user_attrs["seed"])
         slot = self._free.pop(0)
-        process = server.launch(directory, config, slot=slot)
+        process = server.launch(directory, config, slot=slot, resume=True)
         self._running[trial.number] = _Running(trial, process, slot, journal.follow(directory / journal.METRICS))
         self._view.started(self._row(trial.number))
 

@@ -22,6 +22,7 @@ class Signals:
 
     loss: float
     stop: bool
+    save: bool
     steps_to_next: int
 
 
@@ -32,15 +33,15 @@ class Agreement:
         self._device, self._meter = device, meter
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
 
-    def report(self, losses: Sequence[torch.Tensor], stop: bool, steps_to_next: int) -> Signals:
-        """Share the losses (0-dimensional, one a pass) since the last report, and rank 0's two decisions."""
+    def report(self, losses: Sequence[torch.Tensor], stop: bool, save: bool, steps_to_next: int) -> Signals:
+        """Share the losses (0-dimensional, one a pass) since the last report, and rank 0's three decisions."""
         deciding = self._rank == 0
         mean = torch.stack(list(losses)).double().mean() / self._world_size
-        decisions = [float(stop and deciding), float(steps_to_next if deciding else 0)]
+        decisions = [float(decision) if deciding else 0.0 for decision in (stop, save, steps_to_next)]
         shared = torch.cat([mean.view(1), torch.tensor(decisions, dtype=torch.float64, device=self._device)])
         self._sum(shared)
-        loss, stopped, steps = shared.tolist()
-        return Signals(loss, stopped > 0, int(steps))
+        loss, stopped, saved, steps = shared.tolist()
+        return Signals(loss, stopped > 0, saved > 0, int(steps))
 
     def evaluate(
         self, model: nn.Module, data: Data, batch_size: int, autocast: bool, limit: int | None = None

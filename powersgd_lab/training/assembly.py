@@ -88,8 +88,12 @@ def make_optimizer(node: Mapping[str, Any], model: nn.Module, decay_norms_and_bi
     return optimizer
 
 
-def distribute(model: nn.Module, trial: Trial, device: torch.device, meter: Meter) -> DistributedDataParallel:
-    """`model` under DDP with the trial's hook. Buffers are not broadcast at every step: `evaluation` does it."""
+def distribute(
+    model: nn.Module, trial: Trial, device: torch.device, meter: Meter
+) -> tuple[DistributedDataParallel, Any]:
+    """`model` under DDP with the trial's hook. Buffers are not broadcast at every step: evaluation does it.
+
+    Returns the hook's state beside it."""
     ddp = trial.trainer.ddp
     distributed = DistributedDataParallel(
         model,
@@ -100,8 +104,7 @@ def distribute(model: nn.Module, trial: Trial, device: torch.device, meter: Mete
         static_graph=ddp.static_graph,
         gradient_as_bucket_view=ddp.gradient_as_bucket_view,
     )
-    communication.register(distributed, trial.powersgd, trial.seed, meter)
-    return distributed
+    return distributed, communication.register(distributed, trial.powersgd, trial.seed, meter)
 
 
 def gradient_bytes(model: nn.Module) -> int:

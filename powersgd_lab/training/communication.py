@@ -32,8 +32,10 @@ def bucket_cap_mb(trial: Trial, backend: Backend) -> float:
     return trial.trainer.ddp.bucket_cap_mb
 
 
-def register(model: DistributedDataParallel, powersgd: PowerSGD, seed: int, meter: Meter) -> None:
-    """Let `model` average its gradients as `powersgd` says, and `meter` see it. `seed` is added to the random seed."""
+def register(model: DistributedDataParallel, powersgd: PowerSGD, seed: int, meter: Meter) -> Any:
+    """Let `model` average its gradients as `powersgd` says, and `meter` see it. `seed` is added to the random seed.
+
+    Returns the hook's state."""
     state, hook = _state_and_hook(powersgd, seed)
     if powersgd.hook is Hook.torch:
         hook = _timed(hook, meter)
@@ -47,6 +49,7 @@ def register(model: DistributedDataParallel, powersgd: PowerSGD, seed: int, mete
         return future
 
     model.register_comm_hook(state, metered)
+    return state
 
 
 AnyHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]

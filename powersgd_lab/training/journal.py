@@ -36,12 +36,14 @@ def write_whole(path: Path, text: str) -> None:
 class Journal:
     """metrics.jsonl, one flushed line an event, written by rank 0; the other ranks' journals do nothing.
 
-    launched: the time (time.time()) at which the trial was launched."""
+    launched: the time (time.time()) at which the trial was launched. steps: those that an earlier attempt trained up
+    to its checkpoint; what it told of later ones is forgotten."""
 
-    def __init__(self, directory: Path, rank: int, launched: float) -> None:
+    def __init__(self, directory: Path, rank: int, launched: float, steps: int) -> None:
         self._directory, self._writes, self._launched = directory, rank == 0, launched
         self.first_step_seconds = math.nan
         if self._writes:
+            write_whole(directory / METRICS, "".join(_told(directory / METRICS, steps)))
             self._file = (directory / METRICS).open("a")
 
     def write(self, event: str, **values: Any) -> None:
@@ -66,6 +68,14 @@ class Journal:
         if self._writes:
             write_whole(self._directory / RESULT, json.dumps(_plain(result), indent=1) + "\n")
             self._file.close()
+
+
+def _told(path: Path, steps: int) -> list[str]:
+    """The whole lines on what happened up to `steps`, none of them for a trial that begins anew."""
+    if not path.exists() or steps == 0:
+        return []
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in lines if json.loads(line)["step"] <= steps]
 
 
 def follow(path: Path) -> Iterator[dict[str, Any] | None]:

@@ -4,6 +4,7 @@ Everything is driven by `poll`, so that one thread can follow any number of tria
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from powersgd_lab.settings import Backend
 from powersgd_lab.settings import Hook
 from powersgd_lab.settings import Launcher
 from powersgd_lab.settings import Trial
+from powersgd_lab.training import checkpoint
 from powersgd_lab.training import failure
 from powersgd_lab.training import journal
 from powersgd_lab.training.failure import Exit
@@ -69,16 +71,18 @@ class ForkServer:
         trial: Trial,
         *,
         slot: Slot | None = None,
+        resume: bool = False,
     ) -> "RunningTrial":
         """Start the trial's ranks and return at once. What an earlier attempt left in `directory` is removed.
 
+        resume: keep the checkpoint and the curve of an earlier attempt at the same trial, to go on from there.
         slot: the cores or GPUs that the trial may use, all of this process's if None.
         Raises OSError when the directory cannot be written."""
         if self._process is None or self._process.poll() is not None:
             self._start()  # a server that was killed takes its trials with it, not the ones to come
         directory, slot = directory.absolute(), slot or Slot()
         directory.mkdir(parents=True, exist_ok=True)
-        _clear(directory)
+        _clear(directory, keep_progress=resume and _same_trial(directory, trial))
         settings.write_trial(trial, directory / journal.CONFIG)
         self._launched += 1
         running = RunningTrial(self, self._launched, directory, trial)
@@ -246,8 +250,20 @@ def _network(launcher: Launcher) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": launcher.interface or loopback}
 
 
-def _clear(directory: Path) -> None:
-    names = (journal.METRICS, journal.RESULT, journal.ERROR, journal.STOP, journal.RENDEZVOUS)
+def _same_trial(directory: Path, trial: Trial) -> bool:
+    """Whether an earlier attempt in `directory` trained this very trial."""
+    try:
+        earlier = settings.read_trial(directory / journal.CONFIG)
+    except (OSError, ValueError):
+        return False
+    return settings.identity(earlier) == settings.identity(trial)
+
+
+def _clear(directory: Path, keep_progress: bool) -> None:
+    if not keep_progress:
+        shutil.rmtree(directory / checkpoint.FOLDER, ignore_errors=True)
+        (directory / journal.METRICS).unlink(missing_ok=True)
+    names = (journal.RESULT, journal.ERROR, journal.STOP, journal.RENDEZVOUS)
     for pattern in (*names, journal.log_name("*"), journal.rank_error_name("*")):
         for path in directory.glob(pattern):
             path.unlink()

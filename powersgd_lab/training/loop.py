@@ -3,18 +3,22 @@ All ranks run it in lockstep; what they decide, they decide from numbers that th
 
 import math
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_lab.datasets.base import Data
+from powersgd_lab.settings import Hook
 from powersgd_lab.settings import Trial
 from powersgd_lab.training import schedule
 from powersgd_lab.training import tasks
 from powersgd_lab.training.agreement import Agreement
+from powersgd_lab.training.checkpoint import Checkpoints
 from powersgd_lab.training.journal import Journal
 from powersgd_lab.training.meter import Meter
 from powersgd_lab.training.sharding import Shards
@@ -43,36 +47,43 @@ class Loop:
         trial: Trial,
         data: Data,
         model: DistributedDataParallel,
+        hook_state: Any,
         optimizer: torch.optim.Optimizer,
         shards: Shards,
         device: torch.device,
         agreement: Agreement,
         meter: Meter,
         journal: Journal,
+        checkpoints: Checkpoints,
     ) -> None:
         self._trial, self._data, self._model, self._optimizer = trial, data, model, optimizer
         self._shards, self._device, self._meter = shards, device, meter
-        self._agreement, self._journal = agreement, journal
+        self._agreement, self._journal, self._checkpoints = agreement, journal, checkpoints
+        self._hook_state = hook_state
         self._highest = [group["lr"] for group in optimizer.param_groups]
         self._losses: list[torch.Tensor] = []  # of the passes since the last report
-        self._evaluation_seconds = 0.0
+        self._other_seconds = 0.0  # of evaluations and checkpoints
 
-    def run(self) -> Ending:
-        """Train to the last step, or until the loss is not finite or someone asks to stop."""
+    def run(self, saved: Mapping[str, Any] | None) -> Ending:
+        """Train to the last step, or until the loss is not finite or someone asks to stop.
+
+        saved: this rank's part of a checkpoint to go on from."""
         trial, steps = self._trial, self._trial.steps
         evaluate_every = schedule.evaluation_interval(trial.trainer, steps, self._shards.steps_per_epoch)
-        self._began = time.perf_counter()
-        report_at, reported = 1, 0  # the first step is reported at once, since it says how long the start took
+        self._began = self._saved_at = time.perf_counter()
+        before = 0 if saved is None else self._restore(saved)
+        report_at, reported = before + 1, before  # the first step is reported at once: it says how long the start took
         values: dict[str, float] = {}
-        for done in range(1, steps + 1):
+        for done in range(before + 1, steps + 1):
             self._step(done - 1)
-            if done == 1:
+            if done == before + 1:
                 self._journal.first_step()
             evaluating = done % evaluate_every == 0 or done == steps
             if done < report_at and not evaluating:
                 continue
             stop = self._journal.stop_asked()
-            signals = self._agreement.report(self._losses, stop is not None, self._pace(done - reported))
+            pace = self._pace(done - reported)
+            signals = self._agreement.report(self._losses, stop is not None, self._save_due(), pace)
             lr = self._optimizer.param_groups[0]["lr"]
             self._journal.write("train", step=done, loss=signals.loss, lr=lr, seconds=self._seconds())
             self._losses.clear()
@@ -83,6 +94,8 @@ class Loop:
                 return self._end("pruned", f"stopped: {stop}" if stop else "stopped", done)
             if evaluating:
                 values = self._evaluate(done, None if done == steps else trial.trainer.eval_samples)
+            if signals.save and done < steps:
+                self._save(done)
         if not all(math.isfinite(value) for value in values.values()):
             return self._end("pruned", DIVERGED, steps)
         return self._end("complete", "", steps, values)
@@ -120,9 +133,47 @@ class Loop:
         trainer = self._trial.trainer
         model = self._model.module
         values = self._agreement.evaluate(model, self._data, trainer.eval_batch_size, trainer.autocast, limit)
-        self._evaluation_seconds += time.perf_counter() - began
+        self._other_seconds += time.perf_counter() - began
         self._journal.write("eval", step=done, **values)
         return values
+
+    def _save_due(self) -> bool:
+        pause = self._trial.trainer.checkpoint_seconds
+        return (
+            pause is not None
+            and self._trial.powersgd.hook is not Hook.torch  # whose state knows no names: it begins anew
+            and time.perf_counter() - self._saved_at >= pause
+        )
+
+    def _save(self, done: int) -> None:
+        """The schedule and the place in the data follow from the number of steps."""
+        state = {
+            "steps": done,
+            "seconds": self._seconds(),
+            "model": self._model.module.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "hook": self._hook_state.state_dict(self._model) if self._trial.powersgd.hook.compresses else {},
+            "meter": self._meter.state_dict(),
+            "random": torch.get_rng_state(),
+            "cuda_random": torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
+        }
+        began = time.perf_counter()
+        self._checkpoints.save(done, state)
+        self._saved_at = time.perf_counter()
+        self._other_seconds += self._saved_at - began
+
+    def _restore(self, saved: Mapping[str, Any]) -> int:
+        """Go on from a checkpoint; returns the steps that were trained before it."""
+        self._model.module.load_state_dict(saved["model"])
+        self._optimizer.load_state_dict(dict(saved["optimizer"]))
+        if self._trial.powersgd.hook.compresses:
+            self._hook_state.load_state_dict(saved["hook"], self._model)
+        self._meter.load_state_dict(saved["meter"])
+        torch.set_rng_state(saved["random"])
+        if saved["cuda_random"] is not None:
+            torch.cuda.set_rng_state(saved["cuda_random"], self._device)
+        self._began -= saved["seconds"]
+        return int(saved["steps"])
 
     def _pace(self, steps: int) -> int:
         """Steps to the next report, by the last ones' time: ranks must report together, so rank 0 tells the others."""
@@ -130,7 +181,7 @@ class Loop:
         return max(1, min(REPORT_STEPS, int(REPORT_SECONDS / seconds)))
 
     def _seconds(self) -> float:
-        return time.perf_counter() - self._began - self._evaluation_seconds
+        return time.perf_counter() - self._began - self._other_seconds
 
     def _end(self, state: str, reason: str, steps: int, values: dict[str, float] | None = None) -> Ending:
         self._journal.write("end", step=steps, state=state, reason=reason)

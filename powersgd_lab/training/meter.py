@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,6 +41,15 @@ class Meter:
     def step(self) -> int:
         """The step under way, or the next one."""
         return len(self.times)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is counted so far, as plain tensors and numbers."""
+        times = torch.tensor([[t.step, t.compress, t.communicate] for t in self.times], dtype=torch.float64)
+        return {"payload": dict(self.payload), "control_bytes": self.control_bytes, "times": times.view(-1, 3)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.payload, self.control_bytes = Counter(state["payload"]), state["control_bytes"]
+        self.times = [StepTime(*times) for times in state["times"].tolist()]
 
     # What hooks tell (hook.observer.Observer)
 

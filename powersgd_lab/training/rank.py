@@ -23,6 +23,7 @@ from powersgd_lab.training import failure
 from powersgd_lab.training import journal
 from powersgd_lab.training.agreement import Agreement
 from powersgd_lab.training.agreement import parameter_sha256
+from powersgd_lab.training.checkpoint import Checkpoints
 from powersgd_lab.training.journal import Journal
 from powersgd_lab.training.loop import DIVERGED
 from powersgd_lab.training.loop import Ending
@@ -89,20 +90,24 @@ def _train(trial: Trial, directory: Path, launched: float) -> None:
     loaded = time.perf_counter()
     model = assembly.make_model(trial.model, data, trial.seed).to(device)
     optimizer = assembly.make_optimizer(trial.optimizer, model, trial.trainer.decay_norms_and_biases)
-    distributed = assembly.distribute(model, trial, device, meter)
+    distributed, hook_state = assembly.distribute(model, trial, device, meter)
     torch.manual_seed(rank_seed(trial.seed, rank))
     trainer = trial.trainer
     shards = Shards(len(data.train), trainer.batch_size, trainer.accumulation, rank, world_size, trial.seed)
     agreement = Agreement(device, meter)
-    log = Journal(directory, rank, launched)
+    checkpoints = Checkpoints(directory, rank)
+    saved = checkpoints.load()
+    done = 0 if saved is None else int(saved["steps"])
+    log = Journal(directory, rank, launched, done)
     cap = communication.bucket_cap_mb(trial, trial.launcher.backend)
     if cap != trainer.ddp.bucket_cap_mb:
         print(f"one bucket (bucket_cap_mb={cap:g}): PyTorch's hook is not safe with several on gloo", flush=True)
-    log.write("start", step=0, launch_seconds=time.time() - launched, bucket_cap_mb=cap)
+    log.write("start", step=done, launch_seconds=time.time() - launched, bucket_cap_mb=cap)
     built = time.perf_counter()
     with ExitStack() as held:
         held.enter_context(communication.metered_all_reduce(trial.powersgd, meter))
-        ending = Loop(trial, data, distributed, optimizer, shards, device, agreement, meter, log).run()
+        loop = Loop(trial, data, distributed, hook_state, optimizer, shards, device, agreement, meter, log, checkpoints)
+        ending = loop.run(saved)
     agreement.broadcast_buffers(model)
     start = trial.powersgd.start_powerSGD_iter or 0 if trial.powersgd.hook.compresses else 0
     times = typical(meter.times, start)
