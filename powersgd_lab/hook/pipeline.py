@@ -154,8 +154,7 @@ class Step:
 
     def _commit(self, items: list[Item]) -> None:
         parts = [part for item in items for part in (item.memory.first, item.memory.second)]
-        on_host = all(part.device.type == "cpu" for part in parts)
-        if on_host:
+        if on_host(parts):
             finite = all(is_finite(part) for part in parts)
             for item in items:
                 item.memory.scatter(item.gradient)
@@ -225,6 +224,11 @@ def bind(step: Step, item: Item) -> memory.BucketMemory:
         held = build(key, item.parameters, memory.UnitTable(state._units))
         state._memories[item.index] = held
     return held
+
+
+def on_host(parts: list[torch.Tensor]) -> bool:
+    """Whether all are on the CPU, where looking at a value costs no synchronization."""
+    return all(part.device.type == "cpu" for part in parts)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -279,6 +279,37 @@ def test_observer_sees_two_collectives_a_bucket(pair: Ranks) -> None:
     assert sums == {"P": 4 * count.p, "Q": 4 * count.q, "uncompressed": 4 * count.uncompressed}
 
 
+def device_case(rank: int, world_size: int, hook: Any, settings: dict[str, Any]) -> None:
+    """The branch that asks nothing of the device, run on CPU, gives what the branch for the CPU gives."""
+    from powersgd_lab.hook import pipeline
+
+    original, runs = pipeline.on_host, []
+    for branch in (original, lambda parts: False):
+        pipeline.on_host = branch
+        try:
+            state = state_of(2, **settings)
+            model = wrap(Bag(SHAPES, torch.float64), state, hook, **MANY)
+            results = []
+            for t in range(9):
+                gradients = random_gradients(SHAPES, 1000 * t + rank, torch.float64)
+                if t in (3, 6) and rank == 0:
+                    gradients[1][0] = float("inf")
+                results.append(step(model, gradients))
+            runs.append(results)
+        finally:
+            pipeline.on_host = original
+    for t, (one, other) in enumerate(zip(*runs, strict=True)):
+        for a, b in zip(one, other, strict=True):
+            assert torch.allclose(a, b, atol=1e-9, equal_nan=True), t
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("settings", [{}, {"warm_start": False}, {"use_error_feedback": False}], ids=str)
+def test_the_device_branch_without_a_device(pair: Ranks, hook: Any, settings: dict[str, Any]) -> None:
+    """Not run on a GPU: streams, futures with devices and the absence of synchronization wait for one."""
+    pair.run(device_case, hook, settings)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

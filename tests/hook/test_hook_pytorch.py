@@ -67,3 +67,16 @@ def test_defaults_are_pytorchs() -> None:
     for name in pytorch.PowerSGDState.__slots__:
         if name not in ("rng", "error_dict", "p_memory_dict", "q_memory_dict"):
             assert getattr(mine, name) == getattr(theirs, name), name
+
+
+def large(rank: int, world_size: int, r: int) -> float:
+    results = []
+    for module in (pytorch, ours):
+        state = module.PowerSGDState(None, r, start_powerSGD_iter=2)
+        results.append(train(rank, [(900, 700), (5,)], state, module.powerSGD_hook, 6, torch.float64))
+    return max(float((a - b).abs().max()) for x, y in zip(*results, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("r", [1, 3])
+def test_matrices_beyond_the_cache_agree(pair: Ranks, r: int) -> None:
+    assert max(pair.run(large, r)) < 1e-9
