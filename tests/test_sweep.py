@@ -300,3 +300,23 @@ def test_a_trial_that_trails_the_baseline_is_given_up_with_its_step(tmp_path):
     assert [row["seed"] for row in table(tmp_path) if row["setting"] == first["setting"]] == ["0"]
     assert first["reason"] in printed
     assert none_left(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_controller_killed_again_and_again_loses_nothing(finished, tmp_path):
+    """SIGKILL at moments spread over the run: the study ends with the same trials and results as an undisturbed one."""
+    for pause in (3.5, 4.5, 4.0, 5.0):
+        process = start(tmp_path, [*SMALL, "trainer.checkpoint_seconds=0"])
+        try:
+            process.wait(timeout=pause)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        process.communicate()
+        assert none_left(tmp_path, seconds=5), "ranks outlive a controller that was killed"
+    code, _, errors = run(tmp_path, SMALL)
+    assert code == 0, errors
+    timeless = ("trial", "state", "setting", "seed", "metric", "loss", "payload_bytes", "parameter_sha256", "steps")
+    undisturbed = [row for row in table(finished[0]) if row["seed"] in ("0", "1")]  # another test may have grown it
+    assert [[row[key] for key in timeless] for row in table(tmp_path)] == [
+        [row[key] for key in timeless] for row in undisturbed
+    ]
