@@ -283,3 +283,40 @@ def test_sparse_is_refused_by_name(pair: Ranks) -> None:
         assert "'weight'" in message
         assert "sparse=False" in message
     pair.close()
+
+
+def wrapper_case(rank: int, world_size: int) -> None:
+    """PyTorch's 16-bit wrapper around our hook, as its document advises around its own."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+
+    state = PowerSGDState(None, 2, start_powerSGD_iter=2)
+    model = wrap(Bag(SHAPES), state, fp16_compress_wrapper(powerSGD_hook), **MANY)
+    for t in range(5):
+        for value in step(model, random_gradients(SHAPES, 10 * t + rank)):
+            assert value is not None
+            assert value.dtype == torch.float32
+            assert value.isfinite().all()
+            assert same_everywhere(value, world_size)
+    assert all(unit.error.dtype == torch.float16 for unit in state._units.values())
+
+
+def test_inside_the_16_bit_wrapper(pair: Ranks) -> None:
+    pair.run(wrapper_case)
+
+
+def skipping_case(rank: int, world_size: int) -> None:
+    """DDP may leave out buckets nobody used, the last one included."""
+    shapes = [(30, 30)] * 4
+    state = PowerSGDState(None, 2, start_powerSGD_iter=2)
+    options = {**MANY, "find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    model = wrap(Bag(shapes), state, powerSGD_hook, **options)
+    for t in range(5):
+        gradients: list[torch.Tensor | None] = list(random_gradients(shapes, 10 * t + rank))
+        gradients[0] = None
+        averaged = step(model, gradients)
+        assert averaged[1].isfinite().all()
+    assert state.iter == 5
+
+
+def test_skipped_buckets(pair: Ranks) -> None:
+    pair.run(skipping_case, seconds=15)
