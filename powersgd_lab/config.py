@@ -158,6 +158,8 @@ def _explain(error: Exception) -> str:
     known = getattr(getattr(cause, "object_type", None), "__dataclass_fields__", None)
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and known is not None:
         return _unknown(str(key), list(known))
+    if "is not a ListConfig" in text:
+        return f"{key}: a list is needed, such as [256]"
     return f"{key}: {text}"
 
 

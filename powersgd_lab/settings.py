@@ -458,19 +458,19 @@ def component(node: Any) -> dict[str, Any]:
     return {f.name: getattr(node, f.name) for f in fields(node)}
 
 
-def build(node: Mapping[str, Any], *args: Any, **offered: Any) -> Any:
+def build(key: str, node: Mapping[str, Any], *args: Any, **offered: Any) -> Any:
     """Call `node["_target_"]` with the node's other entries, those of its `args`, and what it accepts of `offered`.
 
     `offered` is what another part of the lab knows (a data set's channels, classes, vocabulary): a callable takes from
     it by naming a parameter. A value that the node gives itself wins.
 
-    Raises ValueError when the target cannot be imported or does not take the given arguments."""
+    Raises ValueError when the target cannot be imported or does not take the given arguments; `key` names the node."""
     target = node["_target_"]
     module, _, name = target.rpartition(".")
     try:
         call = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"_target_={target} cannot be imported: {error}") from None
+        raise ValueError(f"{key}._target_={target} cannot be imported: {error}") from None
     given = {key: value for key, value in node.items() if key not in ("_target_", "name", "args")}
     given |= node.get("args") or {}
     signature = inspect.signature(call)
@@ -480,7 +480,8 @@ def build(node: Mapping[str, Any], *args: Any, **offered: Any) -> Any:
     try:
         signature.bind(*args, **given)
     except TypeError as error:
-        raise ValueError(f"_target_={target} does not take these arguments: {error}") from None
+        there = f" (the data set offers {', '.join(offered)})" if offered else ""
+        raise ValueError(f"{key}._target_={target} does not take these arguments: {error}{there}") from None
     return call(*args, **given)
 
 

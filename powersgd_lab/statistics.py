@@ -276,6 +276,11 @@ def _praise(good: Row, cheapest: Row, unsettled: Sequence[Row], direction: str) 
         f"{good['setting']} sends {_bytes(cheapest) / _bytes(good):.3g} times fewer bytes in the run than "
         f"{cheapest['setting']}, the cheapest satisfactory baseline, and has {_quality(good, direction)}"
     )
+    worse = loss_of_quality(good, direction)[2]
+    if worse is None:
+        words += "; without an interval this may be chance: run more seeds"
+    elif worse > good["tolerance"]:
+        words += "; its interval reaches beyond the tolerance: by the mean only, more seeds would make it sure"
     return f"{words}; undecided and cheaper: {', '.join(p['setting'] for p in unsettled)}" if unsettled else words
 
 

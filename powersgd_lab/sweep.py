@@ -68,13 +68,7 @@ def _run(console: Console, sweep: settings.Sweep, prepared: preflight.Prepared, 
     """The part with processes: from here on nothing that has run is lost."""
 
     def points(rows: list[Row]) -> list[dict[str, Any]]:
-        return statistics.points(
-            rows,
-            baseline=sweep.search.baselines[0].name,
-            direction=prepared.direction,
-            tolerance=sweep.search.tolerance,
-            confidence=sweep.search.confidence,
-        )
+        return report.judged(study.Record(study.read_sweep(directory), rows))
 
     def rewrite_tables(rows: list[Row]) -> None:
         report.write_tables(study.Record(study.read_sweep(directory), rows), directory / "report")
@@ -82,21 +76,32 @@ def _run(console: Console, sweep: settings.Sweep, prepared: preflight.Prepared, 
     began = time.monotonic()
     with live.view_for(console, prepared.steps, prepared.metric, prepared.direction, points) as view:
         controller = Controller(sweep, prepared, directory, plan, view, rewrite_tables)
+        before = len(_ended(controller.rows()))
         try:
             controller.run()
         except BaselineError as error:
             print(f"sweep: {error}", file=sys.stderr)
             return 1
+        except KeyboardInterrupt:
+            done = len(_ended(controller.rows()))
+            print(f"sweep: interrupted with {done} trials ended; the same command resumes {directory}", file=sys.stderr)
+            return 130
     rows = controller.rows()
     written = report.write(directory)
     judged = points(rows)
     verdict = statistics.recommend(judged, baseline=sweep.search.baselines[0].name, direction=prepared.direction)
     console.print(live.points_table(judged, prepared.metric, prepared.direction))
     _say(console, f"{verdict['verdict'].replace('_', ' ')}: {verdict['reason']}", style="bold")
-    _say(console, f"{len(rows)} trials in {directory}, this run took {time.monotonic() - began:.0f} s. Written:")
+    ran = len(_ended(rows)) - before
+    took = f"{ran} of them in this run, in {time.monotonic() - began:.0f} s" if ran else "none was left to run"
+    _say(console, f"{len(rows)} trials in {directory}, {took}. Written:")
     for path in written:
         _say(console, f"  {path}")
     return 0
+
+
+def _ended(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row["state"] in ("complete", "pruned", "fail")]
 
 
 def _say(console: Console, text: str, style: str = "") -> None:

@@ -32,7 +32,9 @@ def main(arguments: Sequence[str]) -> int:
         sweep = config.from_command_line("train", DESCRIPTION, arguments)
         under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
         if under_torchrun:
-            sweep.launcher.world_size = int(os.environ["WORLD_SIZE"])  # torchrun has decided it
+            given, sweep.launcher.world_size = sweep.launcher.world_size, int(os.environ["WORLD_SIZE"])
+            if given != sweep.launcher.world_size and os.environ["RANK"] == "0":
+                print(f"torchrun started {sweep.launcher.world_size} ranks: launcher.world_size={given} is ignored")
         prepared = preflight.prepare(sweep)
         trial = preflight.make_trial(sweep, prepared, sweep.powersgd, sweep.seed)
         directory = _directory(sweep, trial)

@@ -15,15 +15,18 @@ from powersgd_lab.report import tables
 
 
 write_tables = tables.write
+judged = tables.judged
 
 
 @dataclass(frozen=True)
 class Report:
-    """trials: a row a trial. points: a row a setting. figures: by name. sweep: what sweep.json says of the study."""
+    """trials: a row a trial. points: a row a setting. figures: by name. recommendation: what recommendation.yaml says.
+    sweep: what sweep.json says of the study."""
 
     trials: pd.DataFrame
     points: pd.DataFrame
     figures: dict[str, Figure]
+    recommendation: dict[str, Any]
     sweep: dict[str, Any]
 
 
@@ -31,7 +34,13 @@ def load(study_dir: Path) -> Report:
     """Raises ValueError when there is no study in `study_dir`."""
     record = study.load(study_dir)
     points = tables.judged(record)
-    return Report(tables.trials(record), tables.points(points), figures.figures(record, points), record.sweep)
+    return Report(
+        trials=tables.trials(record),
+        points=tables.points(points),
+        figures=figures.figures(record, points),
+        recommendation=recommendation.recommendation(record, points),
+        sweep=record.sweep,
+    )
 
 
 def write(study_dir: Path) -> list[Path]:

@@ -24,9 +24,8 @@ from {source} import {hook}
 
 
 def register(ddp_model, process_group=None):
-    """Call once on every rank, after wrapping the model in DistributedDataParallel, before the first backward pass.
-
-    Returns the state."""
+    """Call register(ddp_model) once on every rank, after wrapping the model in DistributedDataParallel and before the
+    first backward pass. Returns the state."""
     state = PowerSGDState(
         process_group,
 {arguments}
@@ -42,9 +41,8 @@ from powersgd_lab.hook.plain import allreduce_hook
 
 
 def register(ddp_model, process_group=None):
-    """Call once on every rank, after wrapping the model in DistributedDataParallel, before the first backward pass.
-
-    Returns the state."""
+    """Call register(ddp_model) once on every rank, after wrapping the model in DistributedDataParallel and before the
+    first backward pass. Returns the state."""
     state = AllReduceState(process_group, torch.{dtype})
     ddp_model.register_comm_hook(state, allreduce_hook)
     return state
@@ -90,21 +88,26 @@ def recommendation(record: Record, points: list[Point]) -> dict[str, Any]:
         },
         "compression_ratio": {"step": point["compression_ratio_step"], "run": point["compression_ratio_run"]},
         "payload_bytes": point["payload_bytes"],
-        "snippet": snippet(setting),
+        "snippet": snippet(setting, sweep["steps"]),
     }
 
 
-def snippet(setting: PowerSGD) -> str:
-    """Python source that defines `register(ddp_model, process_group=None)` for a setting whose start is in steps."""
+def snippet(setting: PowerSGD, steps: int) -> str:
+    """Python source that defines `register(ddp_model, process_group=None)` for a setting whose start is in steps.
+
+    `steps` are those of a run of the study, of which the start is a part."""
     if setting.hook is Hook.off:
         return PLAIN
     if not setting.hook.compresses:
         return SIXTEEN_BIT.format(dtype={Hook.fp16: "float16", Hook.bf16: "bfloat16"}[setting.hook])
     arguments = {key: value for key, value in _plain_setting(setting).items() if key not in ("hook", "start_fraction")}
+    start = setting.start_powerSGD_iter
+    assert start is not None
+    comments = {"start_powerSGD_iter": f"  # {start / steps:.0%} of the study's {steps} steps: scale it to your run's"}
     return COMPRESSED.format(
         source=PYTORCHS if setting.hook is Hook.torch else OURS,
         hook="batched_powerSGD_hook" if setting.hook is Hook.batched else "powerSGD_hook",
-        arguments="\n".join(f"        {key}={value!r}," for key, value in arguments.items()),
+        arguments="\n".join(f"        {key}={value!r},{comments.get(key, '')}" for key, value in arguments.items()),
     )
 
 

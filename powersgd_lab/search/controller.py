@@ -95,6 +95,7 @@ class Controller:
 
     def run(self) -> None:
         """Raises planning.BaselineError; on KeyboardInterrupt running trials go back to waiting."""
+        self._view.planned(len(self._plan.trials(self._planning_rows())))
         with ForkServer() as server:
             try:
                 while self._fill(server) or self._running:

@@ -69,7 +69,8 @@ def summary(row: Row) -> str:
     if row["state"] != "complete":
         return f"{name}: {row['state']}: {row['reason']}"
     ratios = f"{row['compression_ratio_step']:.3g}x a step, {row['compression_ratio_run']:.3g}x the run"
-    return f"{name}: {row['metric_name']} {row['metric']:.4g} in {row['seconds']:.1f} s, {ratios}"
+    seconds = f"{row['seconds']:.1f} s and {row['evaluation_seconds']:.1f} s of evaluation"
+    return f"{name}: {row['metric_name']} {row['metric']:.4g} in {seconds}, {ratios}"
 
 
 class PlainView:
@@ -132,6 +133,7 @@ class LiveView:
     def progress(self, number: int, event: dict[str, Any]) -> None:
         row = self._clock.running[number]
         row["step"] = event.get("step", row["step"])
+        row["evaluating"] = event["event"] == "evaluating"
         if event["event"] == "train":
             row["train_loss"] = event["loss"]
         elif event["event"] == "eval":
@@ -164,19 +166,22 @@ class LiveView:
             metric = f"{self._metric} {row['metric']:.4g}" if row["metric"] is not None else ""
             bar = ProgressBar(total=self._steps, completed=row["step"], width=20)
             name = f"{row['setting']} seed {row['seed']}"
+            if row.get("evaluating"):
+                metric = "evaluating"
             table.add_row(f"trial {row['trial']}", name, bar, f"step {row['step']}/{self._steps}", loss, metric)
         return table
 
 
 def points_table(points: Sequence[Point], metric: str, direction: str) -> Table:
-    """One line a setting: mean ± sample standard deviation, ratios, bytes a rank and seconds a run."""
+    """One line a setting: mean ± sample standard deviation, the paired difference with its interval, both ratios, bytes
+    a rank hands over in the run, seconds of training, and the predicted time of a step's all-reduces on the link."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     better = "lower" if direction == "min" else "higher"
     table.add_column("setting", overflow="fold")
     table.add_column("n", justify="right")
     for title in (f"{metric}\n({better} is better)", "against baseline", "ratio\na step", "ratio\nthe run"):
         table.add_column(title, justify="right")
-    for title in ("MB a rank", "seconds", "satisfactory"):
+    for title in ("MB a rank", "seconds\na run", "link ms\na step", "satisfactory"):
         table.add_column(title, justify="right")
     for point in points:
         payload = None if point["payload_bytes"] is None else point["payload_bytes"] / 1e6
@@ -189,6 +194,7 @@ def points_table(points: Sequence[Point], metric: str, direction: str) -> Table:
             _ratio(point["compression_ratio_run"]),
             "" if payload is None else f"{payload:.1f}",
             "" if point["seconds"] is None else f"{point['seconds']:.1f}",
+            "" if point["link_step_seconds"] is None else f"{1e3 * point['link_step_seconds']:.2f}",
             point["satisfactory"],
         )
     return table

@@ -45,7 +45,7 @@ def rank_device(device: Device, local_rank: int) -> torch.device:
 
 def make_data(node: Mapping[str, Any]) -> Data:
     """Raises ValueError when the data set's target returns something else."""
-    data = settings.build(node)
+    data = settings.build("dataset", node)
     if not isinstance(data, Data):
         raise ValueError(
             f"dataset._target_={node['_target_']} must return a powersgd_lab.datasets.base.Data, "
@@ -59,7 +59,7 @@ def make_model(node: Mapping[str, Any], data: Data, seed: int) -> nn.Module:
 
     Raises ValueError when the target returns something else, or a model with nothing to train."""
     torch.manual_seed(seed)
-    model = settings.build(node, **data.facts)
+    model = settings.build("model", node, **data.facts)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model._target_={node['_target_']} must return a torch.nn.Module, not {type(model).__name__}")
     if not any(p.requires_grad for p in model.parameters()):
@@ -78,9 +78,10 @@ def make_optimizer(node: Mapping[str, Any], model: nn.Module, decay_norms_and_bi
         vectors = [p for p in trained if p.ndim <= 1]
         groups = [{"params": [p for p in trained if p.ndim > 1]}, {"params": vectors, "weight_decay": 0.0}]
     try:
-        optimizer = settings.build(node, [group for group in groups if group["params"]])
+        optimizer = settings.build("optimizer", node, [group for group in groups if group["params"]])
     except (TypeError, ValueError) as error:
-        raise ValueError(f"optimizer: {error}") from None
+        text = str(error)
+        raise ValueError(text if text.startswith("optimizer.") else f"optimizer: {text}") from None
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             f"optimizer._target_={node['_target_']} must return a torch.optim.Optimizer, not {type(optimizer).__name__}"
@@ -98,7 +99,7 @@ def distribute(
     distributed = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
-        broadcast_buffers=False,
+        forward_sync_buffers=False,
         bucket_cap_mb=communication.bucket_cap_mb(trial, trial.launcher.backend),
         find_unused_parameters=ddp.find_unused_parameters,
         static_graph=ddp.static_graph,

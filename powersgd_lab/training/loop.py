@@ -31,13 +31,15 @@ REPORT_SECONDS = 1.0  # roughly at most between two reports
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended. steps: those that were trained. seconds: of the loop on this rank, without evaluation.
-    values: the last evaluation's metrics, empty when the run did not get to its end."""
+    """How a run ended. steps: those that were trained. seconds: of the loop on this rank, without evaluations and
+    checkpoints, which evaluation_seconds has. values: the last evaluation's metrics, empty when the run did not get to
+    its end."""
 
     state: str
     reason: str
     steps: int
     seconds: float
+    evaluation_seconds: float
     values: dict[str, float]
 
 
@@ -130,6 +132,7 @@ class Loop:
 
     def _evaluate(self, done: int, limit: int | None) -> dict[str, float]:
         began = time.perf_counter()
+        self._journal.write("evaluating", step=done)
         trainer = self._trial.trainer
         model = self._model.module
         values = self._agreement.evaluate(model, self._data, trainer.eval_batch_size, trainer.autocast, limit)
@@ -185,4 +188,4 @@ class Loop:
 
     def _end(self, state: str, reason: str, steps: int, values: dict[str, float] | None = None) -> Ending:
         self._journal.write("end", step=steps, state=state, reason=reason)
-        return Ending(state, reason, steps, self._seconds(), values or {})
+        return Ending(state, reason, steps, self._seconds(), self._other_seconds, values or {})

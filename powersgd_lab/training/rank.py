@@ -115,6 +115,7 @@ def _train(trial: Trial, directory: Path, launched: float) -> None:
         "parameter_sha256": parameter_sha256(model),
         "payload": dict(meter.payload),
         "seconds": ending.seconds,
+        "evaluation_seconds": ending.evaluation_seconds,
         "step_seconds": times.step,
         "compute_seconds": times.step - times.compress - times.communicate,
         "compress_seconds": times.compress,
@@ -147,7 +148,7 @@ def _result(
     world_size = trial.launcher.world_size
     slowest = max(summaries, key=lambda summary: float(summary["step_seconds"]))
     parts = ("step_seconds", "compute_seconds", "compress_seconds", "communicate_seconds")
-    latest = ("seconds", "first_step_seconds", "load_seconds", "build_seconds")
+    latest = ("seconds", "evaluation_seconds", "first_step_seconds", "load_seconds", "build_seconds")
     others = {f"metric.{name}": value for name, value in ending.values.items() if name != "loss"}
     return {
         "state": ending.state,
