@@ -82,7 +82,7 @@ def _pack(state: "PowerSGDState", key_of: Mapping[int, Any]) -> dict[str, Any]:
         {
             "parameters": [key_of[id(parameter)] for parameter in unit.parameters],
             "number": unit.number,
-            "error": None if unit.error is None else unit.error.clone(),
+            "error": None if (error := unit.error) is None else error.clone(),
             "q": None if unit.q is None or not state.warm_start else unit.q.clone(),
         }
         for unit in state._units.values()
@@ -125,7 +125,7 @@ def _unpack(state: "PowerSGDState", packed: Mapping[str, Any], parameter_of: Map
         parameters = tuple(parameter_of[key] for key in saved["parameters"])
         unit = Unit(parameters, saved["number"])
         device = parameters[0].device
-        unit.error = None if saved["error"] is None else saved["error"].to(device, copy=True)
+        unit.keep_error(None if saved["error"] is None else saved["error"].to(device, copy=True))
         unit.q = None if saved["q"] is None else saved["q"].to(device, copy=True)
         state._units[unit.key] = unit
     buckets = [[parameter_of[key] for key in bucket] for bucket in packed["buckets"]]

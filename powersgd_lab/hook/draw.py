@@ -2,16 +2,20 @@
 Generators of our own are used throughout, so that no other random stream moves.
 """
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from powersgd_lab.hook.memory import BucketMemory
 from powersgd_lab.hook.memory import Group
 from powersgd_lab.hook.orthogonal import dead_rows
 from powersgd_lab.hook.orthogonal import divide_rows_
 from powersgd_lab.hook.orthogonal import orthonormalize_
+from powersgd_lab.hook.orthogonal import rounding_of
 from powersgd_lab.hook.orthogonal import row_norms
+from powersgd_lab.hook.orthogonal import smallest_safe_norm
 
 
 if TYPE_CHECKING:
@@ -34,8 +38,8 @@ def begin_factors(step: "Step", item: "Item") -> None:
         return
     for group in item.memory.groups:
         for index, unit in enumerate(group.units):
-            q = group.member(group.q, index)
-            if unit.q is not None and unit.q.data_ptr() == q.data_ptr() and unit.q.shape == q.shape:
+            q = group.members_q[index]
+            if unit.q is q:
                 continue
             kept = 0 if unit.q is None else min(unit.q.shape[0], q.shape[0])
             if kept:
@@ -46,6 +50,25 @@ def begin_factors(step: "Step", item: "Item") -> None:
                 q[kept:].copy_(fresh)
                 divide_rows_(q[kept:], row_norms(q[kept:]))
         _point(group)
+
+
+def commit_factors(step: "Step", held: BucketMemory) -> None:
+    """On the host, make the new Q of every group in a bucket the committed one: ``redraw_dead``, but in a few calls."""
+    for group in held.groups:
+        torch.linalg.vector_norm(group.q_next, dim=-1, keepdim=True, out=group.norms)
+    values = held.norms.tolist()
+    least, start = smallest_safe_norm(held.norms.dtype), 0
+    for group in held.groups:
+        end = start + group.count * group.rank
+        norms = values[start:end]
+        start = end
+        # Certainly alive, even if all matrices of the group were one; and no square was out of range.
+        alive = least < min(norms) and max(norms) < math.inf and min(norms) > max(norms) * rounding_of(group.q.dtype)
+        if alive and not (step.epsilon and group.rank <= 2):
+            torch.div(group.q_next, group.norms, out=group.q)
+        else:
+            group.q.copy_(group.q_next)
+            redraw_dead(step, group)
 
 
 def redraw_dead(step: "Step", group: Group) -> None:
@@ -138,7 +161,7 @@ def _settle(group: Group, epsilon: float) -> None:
 
 def _point(group: Group) -> None:
     for index, unit in enumerate(group.units):
-        unit.q = group.member(group.q, index)
+        unit.q = group.members_q[index]
 
 
 def _noise(state: "PowerSGDState", number: int, like: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ from powersgd_lab.hook.layout import slices_of
 from powersgd_lab.hook.layout import square_side
 
 
-# One MiB of 32-bit floats: of the sizes tried, the one that gained most on matrices beyond the cache.
-CACHED_ELEMENTS = 2**18
+# Two MiB of 32-bit floats: of the sizes tried, from 128 KiB on, the one that gained most on matrices beyond the cache.
+CACHED_ELEMENTS = 2**19
 
 
 class Unit:
@@ -27,13 +27,24 @@ class Unit:
         q: (rank, cols), the committed factor with rows of norm one; None before the first step and without warm start.
     """
 
-    __slots__ = ("error", "number", "parameters", "q")
+    __slots__ = ("_error", "_group", "number", "parameters", "q")
 
     def __init__(self, parameters: tuple[torch.Tensor, ...], number: int) -> None:
         self.parameters = parameters
         self.number = number
-        self.error: torch.Tensor | None = None
+        self._error: torch.Tensor | None = None
+        self._group: Group | None = None
         self.q: torch.Tensor | None = None
+
+    @property
+    def error(self) -> torch.Tensor | None:
+        if self._group is not None:
+            self._group.settle()
+        return self._error
+
+    def keep_error(self, error: torch.Tensor | None, group: "Group | None" = None) -> None:
+        """Remember ``error``, whose last subtraction ``group`` may still owe."""
+        self._error, self._group = error, group
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -55,6 +66,15 @@ class MemoryKey:
     batched: bool
 
 
+class Block:
+    """Some rows of a group's matrices: ``p`` (…, rank, height), ``left`` its transpose, ``error`` (…, height, cols)."""
+
+    __slots__ = ("error", "left", "p")
+
+    def __init__(self, p: torch.Tensor, error: torch.Tensor | None) -> None:
+        self.p, self.left, self.error = p, p.mT, error
+
+
 class Group:
     """Matrices of one shape that lie at equal distances in the bucket, multiplied in one call.
 
@@ -70,13 +90,38 @@ class Group:
         self.rows, self.cols, self.rank, self.count = one.rows, one.cols, one.rank, len(slices)
         self.offset = one.offset
         self.step = slices[1].offset - one.offset if len(slices) > 1 else 0
-        self.error: torch.Tensor | None = None
-        self.p: torch.Tensor
-        self.q: torch.Tensor
-        self.q_next: torch.Tensor
+        # Whether the error still lacks the subtraction of the last PQᵀ, see ``decompress``.
+        self._owes = False
+        # At rank 1 the product needs no sum, and this is twice as fast as asking for one.
+        self._multiply = torch.mul if self.rank == 1 else torch.matmul
 
-    def shaped(self, flat: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    def attach(
+        self, p: torch.Tensor, q: torch.Tensor, q_next: torch.Tensor, error: torch.Tensor | None, norms: torch.Tensor
+    ) -> None:
+        """Take the buffers, flat, and make all views into them once: many small matrices cost mostly their views."""
+        self.p: torch.Tensor = self._shaped(p, self.rank, self.rows)
+        self.q: torch.Tensor = self._shaped(q, self.rank, self.cols)
+        self.q_next: torch.Tensor = self._shaped(q_next, self.rank, self.cols)
+        self.error: torch.Tensor | None = None if error is None else self._shaped(error, self.rows, self.cols)
+        self.norms: torch.Tensor = self._shaped(norms, self.rank, 1)
+        self.conjugates = self.p.conj(), self.q.conj()
+        self.members_q = [self.member(self.q, index) for index in range(self.count)]
+        self.height = self._block_height()
+        self.blocks = [
+            Block(self.p[..., start : start + self.height], self._rows_of_error(start))
+            for start in range(0, self.rows, self.height)
+        ]
+
+    def _shaped(self, flat: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
         return flat.view(rows, cols) if self.count == 1 else flat.view(self.count, rows, cols)
+
+    def _rows_of_error(self, start: int) -> torch.Tensor | None:
+        return None if self.error is None else self.error[..., start : start + self.height, :]
+
+    def _block_height(self) -> int:
+        """Rows to work on together: on CPU a block that stays in the cache between two operations on it."""
+        height = max(1, CACHED_ELEMENTS // self.cols)
+        return self.rows if self.count > 1 or self.p.device.type != "cpu" or self.rows < 2 * height else height
 
     def member(self, stacked: torch.Tensor, index: int) -> torch.Tensor:
         return stacked if self.count == 1 else stacked[index]
@@ -88,34 +133,50 @@ class Group:
             return bucket.as_strided((self.rows, self.cols), (self.cols, 1), start)
         return bucket.as_strided((self.count, self.rows, self.cols), (self.step, self.cols, 1), start)
 
-    def row_blocks(self) -> list[slice]:
-        """Rows to work on together: on CPU a block that stays in the cache between two operations on it."""
-        height = max(1, CACHED_ELEMENTS // self.cols)
-        if self.count > 1 or self.p.device.type != "cpu" or self.rows < 2 * height:
-            return [slice(None)]
-        return [slice(start, start + height) for start in range(0, self.rows, height)]
+    def _gradient_blocks(self, bucket: torch.Tensor) -> Sequence[torch.Tensor]:
+        blocks: Sequence[torch.Tensor] = torch.split(self.gradient(bucket), self.height, -2)
+        return blocks
 
     def project(self, bucket: torch.Tensor) -> None:
         """P = MQ."""
-        gradient, q = self.gradient(bucket), self.q.conj()
-        for rows in self.row_blocks():
-            block = gradient[..., rows, :]
-            if self.error is not None:
-                block = self.error[..., rows, :].add_(block)
-            torch.matmul(q, block.mT, out=self.p[..., rows])
+        q = self.conjugates[1]
+        for gradient, block in zip(self._gradient_blocks(bucket), self.blocks, strict=True):
+            if block.error is None:
+                torch.matmul(q, gradient.mT, out=block.p)
+            else:
+                if self._owes:
+                    block.error.addcmul_(block.left, self.q_next, value=-1)
+                block.error.add_(gradient)
+                torch.matmul(q, block.error.mT, out=block.p)
+        self._owes = False
 
     def matrix(self, bucket: torch.Tensor) -> torch.Tensor:
         """M again, after ``project``."""
         return self.gradient(bucket) if self.error is None else self.error
 
+    def project_back(self, bucket: torch.Tensor) -> None:
+        """Q = MᵀP, with P orthonormal."""
+        torch.matmul(self.conjugates[0], self.matrix(bucket), out=self.q_next)
+
     def decompress(self, bucket: torch.Tensor) -> None:
-        """Write PQᵀ over the gradient, and keep what it lacks of M as the error."""
-        gradient, left = self.gradient(bucket), self.p.mT
-        for rows in self.row_blocks():
-            block = gradient[..., rows, :]
-            torch.matmul(left[..., rows, :], self.q_next, out=block)
-            if self.error is not None:
-                self.error[..., rows, :].sub_(block)
+        """Write PQᵀ over the gradient, and keep what it lacks of M as the error.
+
+        At rank 1 the subtraction waits for the next ``project``, which has the error in the cache anyway: P and Q stay
+        in their buffers until then, and a pass over the whole error is saved. In 16 bit it does not wait, because what
+        must be subtracted there is the rounded product.
+        """
+        self._owes = self.error is not None and self.rank == 1 and self.error.element_size() >= 4
+        for gradient, block in zip(self._gradient_blocks(bucket), self.blocks, strict=True):
+            self._multiply(block.left, self.q_next, out=gradient)
+            if block.error is not None and not self._owes:
+                block.error.sub_(gradient)
+
+    def settle(self) -> None:
+        """Subtract now what ``decompress`` left to the next ``project``: somebody wants to see the error."""
+        if self._owes:
+            assert self.error is not None
+            self.error.addcmul_(self.p.mT, self.q_next, value=-1)
+            self._owes = False
 
     def restore(self, bucket: torch.Tensor) -> None:
         """Take the gradient out of the error again; what cannot be told from an infinite gradient restarts at 0."""
@@ -156,7 +217,7 @@ class Square(Group):
             if self.workspace is None:
                 self.workspace = bucket.new_zeros(self.rows, self.cols)
             self.workspace.view(-1)[: self.elements].copy_(bucket)
-        torch.matmul(self.q.conj(), self.matrix(bucket).mT, out=self.p)
+        torch.matmul(self.conjugates[1], self.matrix(bucket).mT, out=self.p)
 
     def matrix(self, bucket: torch.Tensor) -> torch.Tensor:
         matrix = self.error if self.error is not None else self.workspace
@@ -215,20 +276,30 @@ class BucketMemory:
         p_elements = sum(g.count * g.rank * g.rows for g in groups)
         q_elements = sum(g.count * g.rank * g.cols for g in groups)
         self.first: torch.Tensor = torch.empty(uncompressed + p_elements, **options)  # type: ignore[call-overload]
+        # Norms of all new factor rows, of use to ``draw.commit_factors`` only.
+        self.norms: torch.Tensor = torch.empty(
+            sum(g.count * g.rank for g in groups), dtype=key.dtype.to_real(), device=key.device
+        )
+        self._packed = self.first[:uncompressed]
+        self._pieces = self._packed.split([elements for _, _, elements in runs])
         self.second: torch.Tensor = torch.empty(q_elements, **options)  # type: ignore[call-overload]
         committed = torch.empty_like(self.second)
         errors = self.second.new_zeros(sum(g.count * g.rows * g.cols for g in groups) if key.error_feedback else 0)
-        at_p, at_q, at_error = uncompressed, 0, 0
+        at_p, at_q, at_error, at_norm = uncompressed, 0, 0, 0
         for group in groups:
-            size_p, size_q = group.count * group.rank * group.rows, group.count * group.rank * group.cols
-            group.p = group.shaped(self.first[at_p : at_p + size_p], group.rank, group.rows)
-            group.q_next = group.shaped(self.second[at_q : at_q + size_q], group.rank, group.cols)
-            group.q = group.shaped(committed[at_q : at_q + size_q], group.rank, group.cols)
-            at_p, at_q = at_p + size_p, at_q + size_q
-            if key.error_feedback:
-                size = group.count * group.rows * group.cols
-                group.error = group.shaped(errors[at_error : at_error + size], group.rows, group.cols)
-                at_error += size
+            end_p = at_p + group.count * group.rank * group.rows
+            end_q = at_q + group.count * group.rank * group.cols
+            end_error = at_error + group.count * group.rows * group.cols
+            end_norm = at_norm + group.count * group.rank
+            group.attach(
+                self.first[at_p:end_p],
+                committed[at_q:end_q],
+                self.second[at_q:end_q],
+                errors[at_error:end_error] if key.error_feedback else None,
+                self.norms[at_norm:end_norm],
+            )
+            at_norm = end_norm
+            at_p, at_q, at_error = end_p, end_q, end_error
         self._adopt()
 
     def _adopt(self) -> None:
@@ -236,12 +307,13 @@ class BucketMemory:
         for group in self.groups:
             for index, unit in enumerate(group.units):
                 if group.error is None:
-                    unit.error = None
+                    unit.keep_error(None)
                     continue
                 error = group.member(group.error, index)
-                if unit.error is not None:
-                    error.copy_(unit.error)
-                unit.error = error
+                before = unit.error
+                if before is not None:
+                    error.copy_(before)
+                unit.keep_error(error, group)
 
     @property
     def after(self) -> int:
@@ -251,14 +323,16 @@ class BucketMemory:
     def gather(self, bucket: torch.Tensor) -> None:
         """Collect the uncompressed slices, paying out the errors of those that were compressed until now."""
         for offset, unit in self.leftovers:
-            assert unit.error is not None
-            bucket[offset : offset + unit.error.numel()].add_(unit.error.reshape(-1))
-        for source, target, elements in self.runs:
-            self.first[target : target + elements].copy_(bucket[source : source + elements])
+            error = unit.error
+            assert error is not None
+            bucket[offset : offset + error.numel()].add_(error.reshape(-1))
+        if self.runs:
+            pieces = [bucket.narrow(0, source, elements) for source, _, elements in self.runs]
+            torch.cat(pieces, out=self._packed)
 
     def scatter(self, bucket: torch.Tensor) -> None:
-        for target, source, elements in self.runs:
-            bucket[target : target + elements].copy_(self.first[source : source + elements])
+        for (target, _, elements), piece in zip(self.runs, self._pieces, strict=True):
+            bucket.narrow(0, target, elements).copy_(piece)
 
 
 def layerwise(key: MemoryKey, parameters: Sequence[torch.Tensor], units: "UnitTable") -> BucketMemory:

@@ -2,6 +2,8 @@
 Factors are stored rank-major (one factor column is one contiguous row), so "rows" here are the paper's columns.
 """
 
+import math
+
 import torch
 
 
@@ -16,6 +18,11 @@ def orthonormalize_(factor: torch.Tensor, epsilon: float = 0.0) -> None:
     Rows without anything of their own get some orthonormal completion (with epsilon: zero), never NaN. Not finite
     values stay not finite.
     """
+    if factor.shape[-2] == 1 and factor.device.type == "cpu" and not epsilon:
+        norm = torch.linalg.vector_norm(factor, dim=-1, keepdim=True)
+        if bool((norm > smallest_safe_norm(norm.dtype)).all()):
+            factor.div_(norm)
+            return
     # LAPACK knows no 16-bit floats.
     wide = factor.float() if factor.dtype in (torch.float16, torch.bfloat16) else factor
     if epsilon and factor.shape[-2] <= 2:
@@ -56,8 +63,18 @@ def dead_rows(factor: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
         factor: shape (…, rank, m).
         norms: its ``row_norms``.
     """
-    eps = torch.finfo(factor.dtype).eps
+    return norms <= norms.amax(-2, keepdim=True) * rounding_of(factor.dtype)
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """How small a row may be beside the largest before it is nothing but the rounding of the products."""
+    eps = torch.finfo(dtype).eps
     # Seen on exactly low-rank gradients: spurious columns reach 6 eps in 32 and 64 bit, and stay below 1 in 16 bit,
     # where the products are accumulated in 32 bit and a larger bound would cost true columns.
-    rounding = eps if eps > 1e-4 else 16 * eps
-    return norms <= norms.amax(-2, keepdim=True) * rounding
+    return eps if eps > 1e-4 else 16 * eps
+
+
+def smallest_safe_norm(dtype: torch.dtype) -> float:
+    """Above it a norm computed in ``dtype`` itself is right: the squares that matter do not underflow."""
+    info = torch.finfo(dtype)
+    return math.sqrt(info.tiny) / info.eps

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from powersgd_lab.hook import memory
 from powersgd_lab.hook.draw import begin_factors
+from powersgd_lab.hook.draw import commit_factors
 from powersgd_lab.hook.draw import redraw_dead
 from powersgd_lab.hook.draw import take_back
 from powersgd_lab.hook.observer import UNCOMPRESSED
@@ -114,9 +115,10 @@ class Step:
                 # Nothing of this step will be used, but the other ranks wait for the all-reduce.
                 held.second.fill_(float("nan"))
             else:
-                for group in held.groups:
+                # Backwards, since what was projected last is still in the cache.
+                for group in reversed(held.groups):
                     orthonormalize_(group.p, self.epsilon / self.world_size)
-                    torch.matmul(group.p.conj(), group.matrix(item.gradient), out=group.q_next)
+                    group.project_back(item.gradient)
                 held.second.div_(self.world_size)
         self._all_reduce(item, held.second, {Q: held.second.numel() * held.second.element_size()})
 
@@ -164,9 +166,8 @@ class Step:
                     else:
                         group.restore(item.gradient)
                         group.spoil(item.gradient)
-                    if finite and self.state.warm_start:
-                        group.q.copy_(group.q_next)
-                        redraw_dead(self, group)
+                if finite and self.state.warm_start:
+                    commit_factors(self, item.memory)
             take_back(self.state, finite)
             if finite:
                 self._forget_paid(items)

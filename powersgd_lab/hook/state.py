@@ -209,8 +209,9 @@ class PowerSGDState:
         if not math.isfinite(factor):
             raise ValueError(f"factor must be a finite number, not {factor!r}")
         for unit in self._units.values():
-            if unit.error is not None:
-                unit.error.mul_(factor)
+            error = unit.error
+            if error is not None:
+                error.mul_(factor)
 
     def state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Everything needed to go on in another process, as plain tensors and numbers.
