@@ -71,5 +71,7 @@ def _died(directory: Path, rank: int, left: Exit) -> Failure:
     """A rank that could not say why: killed from outside, or crashed in native code."""
     how = f"signal {-left.status}" if left.status < 0 else f"exit status {left.status}"
     line = f"rank {rank} died ({how})"
-    log = (directory / journal.log_name(rank)).read_text(errors="replace").splitlines()[-LOG_LINES:]
+    path = directory / journal.log_name(rank)
+    # a rank that is killed as soon as it is forked has no log yet
+    log = path.read_text(errors="replace").splitlines()[-LOG_LINES:] if path.exists() else []
     return Failure(rank, left.time, line, "\n".join([line, f"the end of {journal.log_name(rank)}:", *log]))

@@ -48,7 +48,9 @@ class Outcome:
 
 
 class ForkServer:
-    """A context manager around the server's process. Leaving it ends whatever still runs."""
+    """A context manager around the server's process. Leaving it ends whatever still runs.
+
+    Enter it from a thread that stays: the kernel ends the server when the thread that started it ends."""
 
     def __init__(self) -> None:
         self._trials: dict[int, RunningTrial] = {}
@@ -113,6 +115,8 @@ class ForkServer:
                 self._trials[told["trial"]].rank_ended(told["rank"], told["status"])
 
     def _start(self) -> None:
+        if self._process is not None:
+            self._socket.close()  # it led to a server that is gone
         self._socket, theirs = socket.socketpair()
         self._rest = b""
         # One thread a pool: a process that forks must have no other threads, and ranks set their own number.
