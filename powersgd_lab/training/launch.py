@@ -56,6 +56,7 @@ class ForkServer:
         self._trials: dict[int, RunningTrial] = {}
         self._launched = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket
         self._rest = b""  # of a line that has not come whole
 
     def __enter__(self) -> "ForkServer":

@@ -32,7 +32,7 @@ def sweep(*, model=None, dataset=None, optimizer=None, launcher=None, powersgd=N
         dataset=dataset or noise(),
         optimizer=optimizer or settings.Sgd(_target_="torch.optim.SGD", lr=0.05),
         trainer=settings.Trainer(metric=metric, **chosen),
-        launcher=replace(launcher or settings.Launcher(), device=settings.Device.cpu, grace=1.0),
+        launcher=replace(launcher or settings.Launcher(), device=settings.Device.cpu, threads=1, grace=1.0),
         powersgd=powersgd or settings.PowerSGD(hook=settings.Hook.off),
     )
 
