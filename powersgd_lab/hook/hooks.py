@@ -26,6 +26,11 @@ def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.future
     some rank, all ranks receive NaN in every compressed slice, and errors, factors and the random stream stay as they
     were, so that a loss scaler can skip the step.
 
+    In a step in which no rank used a parameter (``find_unused_parameters``) its bucket slice is zero and DDP leaves
+    its ``.grad`` as it was. The hook is not told: it sends an approximation of that parameter's error alone, subtracts
+    it from the error, and DDP drops it, so that this part of the error is lost. A parameter that never has a gradient
+    has no error to lose.
+
     Args:
         state: one for each DDP model.
         bucket: DDP's; floating or complex, on CPU or CUDA.

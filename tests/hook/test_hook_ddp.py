@@ -74,8 +74,10 @@ def against_reference(rank: int, world_size: int, r: int, settings: dict[str, An
     return worst
 
 
-@pytest.mark.parametrize("ddp", [{}, MANY, {**MANY, "gradient_as_bucket_view": True}], ids=str)
-@pytest.mark.parametrize("r", [1, 2, 4])
+@pytest.mark.parametrize(
+    "ddp", [pytest.param({}, marks=pytest.mark.slow), MANY, {**MANY, "gradient_as_bucket_view": True}], ids=str
+)
+@pytest.mark.parametrize("r", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_reference(ranks: Ranks, ddp: dict[str, Any], r: int) -> None:
     assert max(ranks.run(against_reference, r, {}, ddp)) < 1e-9
 
@@ -282,7 +284,6 @@ def test_sparse_is_refused_by_name(pair: Ranks) -> None:
     for message in pair.run(sparse_case):
         assert "'weight'" in message
         assert "sparse=False" in message
-    pair.close()
 
 
 def wrapper_case(rank: int, world_size: int) -> None:

@@ -72,36 +72,50 @@ def test_orthonormal_or_zero_never_nan(dtype: torch.dtype, rank: int) -> None:
 
 
 def property_case(rank: int, world_size: int, rows: int, cols: int, r: int, dtype: torch.dtype, seed: int) -> float:
-    """Steps of one matrix against the reference, which starts from the hook's own first factor."""
+    """Steps of one matrix against the reference in double precision, which starts from the hook's own first factor."""
     shapes = [(rows, cols)]
     state = PowerSGDState(None, r, start_powerSGD_iter=2, min_compression_rate=0)
     model = wrap(Bag(shapes, dtype), state, powerSGD_hook)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
     reference, worst = None, 0.0
     for t in range(6):
         every = [random_gradients(shapes, seed + 10 * t + other, dtype)[0] for other in range(world_size)]
         value = step(model, [every[rank]])[0]
+        assert value is not None
+        value, every = value.to(wide), [gradient.to(wide) for gradient in every]
         if t >= 2:
             (unit,) = state._units.values()
             if reference is None:
-                reference = Reference(unit.q.mH.clone())
+                reference = Reference(unit.q.mH.to(wide, copy=True))
                 reference.errors = [g - value for g in every]
             else:
                 worst = max(worst, float((value - reference.step(every)).norm() / value.norm()))
     return worst
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# Relative, after three steps of errors fed back: random matrices have no gap between singular values to rely on, so
+# that rounding grows by the step.
+CLOSE = {
+    torch.float64: 1e-10,
+    torch.complex128: 1e-10,
+    torch.float32: 1e-4,
+    torch.complex64: 1e-4,
+    torch.bfloat16: 0.1,
+}
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.integers(2, 40),
     cols=st.integers(2, 40),
     r=st.integers(1, 12),
-    dtype=st.sampled_from([torch.float64, torch.complex128]),
+    dtype=st.sampled_from(list(CLOSE)),
     seed=st.integers(0, 1000),
 )
 def test_any_matrix_agrees_with_the_reference(
     pair: Ranks, rows: int, cols: int, r: int, dtype: torch.dtype, seed: int
 ) -> None:
-    assert max(pair.run(property_case, rows, cols, r, dtype, seed)) < 1e-5
+    assert max(pair.run(property_case, rows, cols, r, dtype, seed)) < CLOSE[dtype]
 
 
 def plain_case(rank: int, world_size: int, dtype: torch.dtype | None) -> float:

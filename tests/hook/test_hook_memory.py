@@ -4,7 +4,9 @@ All over real gloo processes with several buckets.
 
 import copy
 import io
+import os
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,6 +85,7 @@ def bounded_case(rank: int, world_size: int) -> None:
             assert float(unit.error.norm()) < 2000
 
 
+@pytest.mark.slow
 def test_error_stays_bounded(pair: Ranks) -> None:
     pair.run(bounded_case)
 
@@ -156,8 +159,80 @@ def test_resuming_is_bitwise(pair: Ranks, hook: Any, how: str, settings: dict[st
         pair.run(resume_case, hook, settings, how, at)
 
 
+@pytest.mark.slow
 def test_resuming_at_four_ranks_is_bitwise_too(four: Ranks) -> None:
     four.run(resume_case, powerSGD_hook, {}, "state_dict", 5)
+
+
+def first_half(rank: int, world_size: int, directory: str, hook: Any) -> None:
+    """A run without interruption for comparison, and one that saves after four steps and ends."""
+    torch.save(train(rank, SHAPES, state_of(2), hook, 9, torch.float32, MANY), f"{directory}/expected{rank}")
+    state = state_of(2)
+    model = wrap(Bag(SHAPES), state, hook, **MANY)
+    for t in range(4):
+        step(model, random_gradients(SHAPES, 1000 * t + rank))
+    torch.save(state.state_dict(model), f"{directory}/state{rank}")
+
+
+def second_half(rank: int, world_size: int, directory: str, hook: Any) -> int:
+    bag = Bag(SHAPES)
+    state = state_of(1)
+    state.load_state_dict(torch.load(f"{directory}/state{rank}", weights_only=True), bag)
+    model = wrap(bag, state, hook, **MANY)
+    expected = torch.load(f"{directory}/expected{rank}", weights_only=True)
+    for t in range(4, 9):
+        for a, b in zip(step(model, random_gradients(SHAPES, 1000 * t + rank)), expected[t], strict=True):
+            assert torch.equal(a, b), t
+    return os.getpid()
+
+
+@pytest.mark.slow
+def test_resuming_in_new_processes_is_bitwise(tmp_path: Path) -> None:
+    groups = [Ranks(2), Ranks(2)]
+    try:
+        for hook in HOOKS:
+            directory = tmp_path / hook.__name__
+            directory.mkdir()
+            groups[0].run(first_half, str(directory), hook)
+        pids = groups[0].run(os_pid)
+        groups[0].close()
+        for hook in HOOKS:
+            resumed = groups[1].run(second_half, str(tmp_path / hook.__name__), hook)
+            assert not set(resumed) & set(pids)
+    finally:
+        for group in groups:
+            group.close()
+
+
+def os_pid(rank: int, world_size: int) -> int:
+    return os.getpid()
+
+
+def unused_step_case(rank: int, world_size: int, r: int) -> None:
+    """A step in which no rank used a parameter: DDP leaves its gradient alone, and its error is paid out to nobody."""
+    shapes = [(30, 20), (30, 20)]
+    state = state_of(r)
+    model = wrap(Bag(shapes, torch.float64), state, powerSGD_hook, find_unused_parameters=True)
+    _, lone = model.parameters()
+    for t in range(6):
+        step(model, random_gradients(shapes, 10 * t + rank, torch.float64))
+    unit = state._units[(id(lone),)]
+    before = unit.error.clone()
+    averaged = step(model, [random_gradients(shapes, rank, torch.float64)[0], None])
+    assert averaged[0] is not None
+    assert averaged[1] is None
+    lost = before - unit.error
+    assert lost.norm() > 1e-3 * before.norm()
+    assert torch.linalg.matrix_rank(lost, rtol=1e-9) <= r
+    # The same on all ranks, as a gradient to apply would be.
+    mean = lost.clone()
+    torch.distributed.all_reduce(mean)
+    assert torch.allclose(mean / world_size, lost, atol=1e-12)
+
+
+@pytest.mark.parametrize("r", [1, 2])
+def test_a_parameter_that_no_rank_used(pair: Ranks, r: int) -> None:
+    pair.run(unused_step_case, r)
 
 
 def mismatch_case(rank: int, world_size: int) -> list[str]:

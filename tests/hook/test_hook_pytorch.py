@@ -14,6 +14,18 @@ from powersgd_lab import hook as ours
 
 
 SHAPES = [(24, 16), (16,), (8, 4, 3, 3), (24, 16), (40, 3), (5, 60), (24, 16), (30, 30)]
+SWITCHES: list[dict[str, Any]] = [
+    {"use_error_feedback": False},
+    {"warm_start": False},
+    {"use_error_feedback": False, "warm_start": False},
+    {"batch_tensors_with_same_shape": True},
+    {"batch_tensors_with_same_shape": True, "warm_start": False},
+    {"orthogonalization_epsilon": 1e-3},
+    {"orthogonalization_epsilon": 1e-8},
+    {"min_compression_rate": 0.5},
+    {"min_compression_rate": 4},
+    {"random_seed": 7},
+]
 
 
 def side_by_side(rank: int, world_size: int, settings: dict[str, Any], steps: int) -> float:
@@ -27,37 +39,23 @@ def side_by_side(rank: int, world_size: int, settings: dict[str, Any], steps: in
     return max(float((a - b).abs().max()) for x, y in zip(*results, strict=True) for a, b in zip(x, y, strict=True))
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+@pytest.mark.parametrize("rank", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_twenty_steps_agree(ranks: Ranks, rank: int) -> None:
     for difference in ranks.run(side_by_side, {"matrix_approximation_rank": rank}, 22):
         assert difference < 1e-9
 
 
-@pytest.mark.parametrize(
-    "switch",
-    [
-        {"use_error_feedback": False},
-        {"warm_start": False},
-        {"use_error_feedback": False, "warm_start": False},
-        {"batch_tensors_with_same_shape": True},
-        {"batch_tensors_with_same_shape": True, "warm_start": False},
-        {"orthogonalization_epsilon": 1e-3},
-        {"orthogonalization_epsilon": 1e-8},
-        {"min_compression_rate": 0.5},
-        {"min_compression_rate": 4},
-        {"random_seed": 7},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("switch", SWITCHES, ids=str)
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_every_switch_agrees(pair: Ranks, switch: dict[str, Any], rank: int) -> None:
     for difference in pair.run(side_by_side, {"matrix_approximation_rank": rank, **switch}, 22):
         assert difference < 1e-9
 
 
-def test_four_ranks_agree_without_warm_start_and_errors(four: Ranks) -> None:
-    settings = {"matrix_approximation_rank": 2, "use_error_feedback": False, "warm_start": False}
-    for difference in four.run(side_by_side, settings, 22):
+@pytest.mark.slow
+@pytest.mark.parametrize("switch", SWITCHES, ids=str)
+def test_every_switch_agrees_at_four_ranks(four: Ranks, switch: dict[str, Any]) -> None:
+    for difference in four.run(side_by_side, {"matrix_approximation_rank": 2, **switch}, 22):
         assert difference < 1e-9
 
 
@@ -77,6 +75,7 @@ def large(rank: int, world_size: int, r: int) -> float:
     return max(float((a - b).abs().max()) for x, y in zip(*results, strict=True) for a, b in zip(x, y, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("r", [1, 3])
 def test_matrices_beyond_the_cache_agree(pair: Ranks, r: int) -> None:
     assert max(pair.run(large, r)) < 1e-9
