@@ -63,6 +63,11 @@ def test_what_a_rank_started_ends_with_it(server, tmp_path):
     tiny.wait_for(lambda: not tiny.processes_with(mark))
 
 
+def test_what_a_rank_left_behind_ends_with_a_trial_that_completes(server, tmp_path):
+    assert run_misbehaving(server, tmp_path, "leaves_a_child").state == "complete"
+    tiny.wait_for(lambda: not tiny.processes_with(f"child-of-{os.getpid()}"))
+
+
 def test_different_models_on_different_ranks_fail_the_trial(server, tmp_path):
     outcome = run_misbehaving(server, tmp_path, "drifts")
     assert outcome.state == "fail"

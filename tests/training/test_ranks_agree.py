@@ -1,10 +1,12 @@
 """What ranks do apart and what they must share, seen from inside the model: dropout, samples, buffers, bad news.
 The models print what they see to the ranks' logs, or answer by their rank."""
 
+import numpy as np
 import pytest
 import tiny
 import torch
 from own_models import own
+from torch.nn.functional import cross_entropy
 
 from powersgd_lab import settings
 from powersgd_lab.settings import Hook
@@ -67,19 +69,34 @@ def test_one_bit_of_drift_fails_the_trial(hook, server, tmp_path):
     assert "2 ranks hold 2 different models" in outcome.reason
 
 
-def test_a_clipped_step_is_as_long_as_the_norm_allows(server, tmp_path):
+def first_step(server, directory, **choices):
+    """The data, the model that the trial begins with, and its state after one step of plain SGD with rate 0.5."""
     asked = tiny.sweep(
         model=own("Net"),
         optimizer=settings.Sgd(_target_="torch.optim.SGD", lr=0.5, momentum=0.0, nesterov=False),
         warmup_steps=0,
-        clip_norm=1e-2,
         steps=2,
         checkpoint_seconds=0,
+        **choices,
     )
-    tiny.complete(server, tmp_path, asked)
-    saved = torch.load(tmp_path / "checkpoint/step-1/rank0.pt", weights_only=True)["model"]
+    tiny.complete(server, directory, asked)
     data = assembly.make_data(settings.component(asked.dataset))
-    drawn = assembly.make_model(settings.component(asked.model), data, seed=0).state_dict()
-    assert saved.keys() == drawn.keys()
-    moved = torch.cat([(saved[name] - drawn[name]).flatten() for name in drawn]).norm().item()
+    drawn = assembly.make_model(settings.component(asked.model), data, seed=0)
+    saved = torch.load(directory / "checkpoint/step-1/rank0.pt", weights_only=True)["model"]
+    assert saved.keys() == drawn.state_dict().keys()
+    return data, drawn, saved
+
+
+def test_passes_and_ranks_add_up_to_the_gradient_of_their_mean(server, tmp_path):
+    data, drawn, saved = first_step(server, tmp_path, batch_size=4, accumulation=3)
+    chosen = torch.from_numpy(np.random.default_rng((0, 0)).permutation(len(data.train))[: 2 * 3 * 4])
+    logits = drawn((data.train.inputs[chosen].float() - data.mean) / data.std)
+    cross_entropy(logits, data.train.targets[chosen]).backward()
+    for name, parameter in drawn.named_parameters():
+        torch.testing.assert_close(saved[name], parameter.detach() - 0.5 * parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_clipped_step_is_as_long_as_the_norm_allows(server, tmp_path):
+    _, drawn, saved = first_step(server, tmp_path, clip_norm=1e-2)
+    moved = torch.cat([(saved[name] - p).flatten() for name, p in drawn.state_dict().items()]).norm().item()
     assert moved == pytest.approx(0.5 * 1e-2, rel=1e-3)  # lr * clip_norm

@@ -183,7 +183,10 @@ class Misbehaving(MLP):
         with torch.no_grad():
             self.layers[-1].bias += 1e-3
 
-    def starts_a_child(self):
+    def leaves_a_child(self):
         """Named after the controller, whose id the fork server was given."""
         subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({HANG_SECONDS})", f"child-of-{sys.argv[-1]}"])
+
+    def starts_a_child(self):
+        self.leaves_a_child()
         self.hangs()
