@@ -56,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
             except ValueError as error:
                 print(f"sweep: {error}", file=sys.stderr)
                 return 1
-            for warning in [*prepared.warnings, *_ignored(sweep, strategy)]:
+            early = [preflight.start_warning(setting, prepared.warmup_steps) for setting in plan.settings([]).values()]
+            for warning in filter(None, [*prepared.warnings, *_ignored(sweep, strategy), *early]):
                 _say(console, f"warning: {warning}", style="yellow")
             return _run(console, sweep, prepared, plan, directory)
     except KeyboardInterrupt:

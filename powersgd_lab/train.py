@@ -43,7 +43,8 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     if under_torchrun:
         return _one_rank(directory, trial)
-    for warning in prepared.warnings:
+    early = preflight.start_warning(trial.powersgd, prepared.warmup_steps)
+    for warning in filter(None, [*prepared.warnings, early]):
         print(f"warning: {warning}")
     signal.signal(signal.SIGTERM, _interrupt)
     try:

@@ -2,6 +2,7 @@
 What travels while they train is metered as control traffic, apart from the gradients."""
 
 import hashlib
+from collections.abc import Iterable
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,9 +82,9 @@ class Agreement:
         dist.all_reduce(tensor)
 
 
-def parameter_sha256(model: nn.Module) -> str:
-    """Of the bytes of all parameters, in the model's order."""
+def sha256_of(tensors: Iterable[torch.Tensor]) -> str:
+    """Of the bytes of all tensors, one after another."""
     digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

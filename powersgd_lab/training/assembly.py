@@ -45,7 +45,8 @@ def rank_device(device: Device, local_rank: int) -> torch.device:
 
 def make_data(node: Mapping[str, Any]) -> Data:
     """Raises ValueError when the data set's target returns something else."""
-    data = settings.build("dataset", node)
+    # An own target need not take a data_dir that nobody gave.
+    data = settings.build("dataset", {key: value for key, value in node.items() if (key, value) != ("data_dir", None)})
     if not isinstance(data, Data):
         raise ValueError(
             f"dataset._target_={node['_target_']} must return a powersgd_lab.datasets.base.Data, "

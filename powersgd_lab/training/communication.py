@@ -52,6 +52,13 @@ def register(model: DistributedDataParallel, powersgd: PowerSGD, seed: int, mete
     return state
 
 
+def factors(state: Any, model: DistributedDataParallel) -> list[torch.Tensor]:
+    """The factors Q that our hook keeps for its next step, alike on all ranks; none with another hook."""
+    if not isinstance(state, ours.PowerSGDState):
+        return []
+    return [matrix["q"] for matrix in state.state_dict(model)["matrices"] if matrix["q"] is not None]
+
+
 AnyHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 

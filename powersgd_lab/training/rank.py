@@ -22,7 +22,7 @@ from powersgd_lab.training import communication
 from powersgd_lab.training import failure
 from powersgd_lab.training import journal
 from powersgd_lab.training.agreement import Agreement
-from powersgd_lab.training.agreement import parameter_sha256
+from powersgd_lab.training.agreement import sha256_of
 from powersgd_lab.training.checkpoint import Checkpoints
 from powersgd_lab.training.journal import Journal
 from powersgd_lab.training.loop import DIVERGED
@@ -112,7 +112,8 @@ def _train(trial: Trial, directory: Path, launched: float) -> None:
     start = trial.powersgd.start_powerSGD_iter or 0 if trial.powersgd.hook.compresses else 0
     times = typical(meter.times, start)
     summary = {
-        "parameter_sha256": parameter_sha256(model),
+        "parameter_sha256": sha256_of(model.parameters()),
+        "factor_sha256": sha256_of(communication.factors(hook_state, distributed)),
         "payload": dict(meter.payload),
         "seconds": ending.seconds,
         "evaluation_seconds": ending.evaluation_seconds,
@@ -133,9 +134,10 @@ def _train(trial: Trial, directory: Path, launched: float) -> None:
 
 
 def _refuse_drift(summaries: list[dict[str, Any]]) -> None:
-    hashes = {summary["parameter_sha256"] for summary in summaries}
-    if len(hashes) > 1:
-        raise RuntimeError(f"after the last step the {len(summaries)} ranks hold {len(hashes)} different models")
+    for what, key in (("models", "parameter_sha256"), ("factors of PowerSGD", "factor_sha256")):
+        hashes = {summary[key] for summary in summaries}
+        if len(hashes) > 1:
+            raise RuntimeError(f"after the last step the {len(summaries)} ranks hold {len(hashes)} different {what}")
     assert all(summary["payload"] == summaries[0]["payload"] for summary in summaries), "ranks send alike"
 
 
