@@ -15,6 +15,8 @@ from powersgd_lab.hook.layout import square_side
 
 # Two MiB of 32-bit floats: of the sizes tried, from 128 KiB on, the one that gained most on matrices beyond the cache.
 CACHED_ELEMENTS = 2**19
+# Half a MiB of 32-bit floats fits into a core's own cache.
+READ_AHEAD_ELEMENTS = 2**17
 
 
 class Unit:
@@ -156,7 +158,16 @@ class Group:
 
     def project_back(self, bucket: torch.Tensor) -> None:
         """Q = MᵀP, with P orthonormal."""
-        torch.matmul(self.conjugates[0], self.matrix(bucket), out=self.q_next)
+        p, matrix = self.conjugates[0], self.matrix(bucket)
+        if self.count > 1 or matrix.device.type != "cpu" or matrix.element_size() < 4:
+            torch.matmul(p, matrix, out=self.q_next)
+            return
+        self.q_next.zero_()
+        height = max(1, READ_AHEAD_ELEMENTS // self.cols)
+        for columns, rows in zip(torch.split(p, height, -1), torch.split(matrix, height, -2), strict=True):
+            # Only to read the block in order: the product jumps between rows, and would wait for memory at each jump.
+            rows.sum()
+            self.q_next.addmm_(columns, rows)
 
     def decompress(self, bucket: torch.Tensor) -> None:
         """Write PQᵀ over the gradient, and keep what it lacks of M as the error.
