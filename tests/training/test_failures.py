@@ -10,6 +10,9 @@ import tiny
 from powersgd_lab import settings
 
 
+pytestmark = pytest.mark.slow  # waits for time limits and graces to pass; test_ranks_agree.py has endings for every day
+
+
 @pytest.fixture(autouse=True)
 def nobody_is_left(server):
     """After each trial of this module only the fork server is there."""
