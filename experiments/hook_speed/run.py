@@ -88,6 +88,14 @@ def hook_steps(rank: int, options: argparse.Namespace) -> list[str]:
     return lines
 
 
+def processor() -> str:
+    """The processor's name, where Linux tells it."""
+    names = Path("/proc/cpuinfo")
+    lines = names.read_text().splitlines() if names.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
+
+
 def quartiles(seconds: list[float]) -> str:
     if len(seconds) < 2:
         return "one run"
@@ -171,10 +179,8 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--dry", action="store_true", help="print the tables, leave the README alone")
     options = parser.parse_args()
+    load = os.getloadavg()[0]
     table = [
-        f"Machine: {os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}, one thread a rank, "
-        f"W = 2 over gloo. Medians, quartiles in brackets. Load at the start: {os.getloadavg()[0]:.1f}.",
-        "",
         "### One hook step, one bucket",
         "",
         *spread_out(2, hook_steps, options),
@@ -186,7 +192,11 @@ def main() -> None:
         *spread_out(2, ddp_steps, options),
         *spread_out(4, ddp_steps, options),
     ]
-    text = "\n".join(table)
+    machine = (
+        f"Machine: {os.cpu_count()} CPU cores ({processor()}), torch {torch.__version__}, one thread a rank, gloo. "
+        f"Medians, quartiles in brackets, n runs. Load {load:.1f} at the start, {os.getloadavg()[0]:.1f} at the end."
+    )
+    text = "\n".join([machine, "", *table])
     print(text)
     if not options.dry:
         readme = Path(__file__).with_name("README.md")

@@ -1,5 +1,5 @@
 """A group of real gloo processes that runs many test functions in turn.
-Starting a process costs seconds, so a group is started once and asked again and again; a failure ends and replaces it.
+Groups start once and are asked again and again, since starting costs more than most tests; a failure replaces its group.
 """
 
 import os
