@@ -1,5 +1,5 @@
 """A group of real gloo processes that runs many test functions in turn.
-Groups start once and are asked again and again, since starting costs more than most tests; a failure replaces its group.
+Groups start once and are then asked again, since starting costs more than most tests; a failure replaces the group.
 """
 
 import os
