@@ -177,7 +177,7 @@ class Lstm(Model):
 
 @dataclass
 class Gpt(Model):
-    layers: int = 3
+    layers: int = 2
     width: int = 128
     heads: int = 4
     dropout: float = 0.0
@@ -199,13 +199,13 @@ class Dataset:
 
 @dataclass
 class PythonSource(Dataset):
-    context: int = 128
+    context: int = 64
 
 
 @dataclass
 class TextFiles(Dataset):
     files: list[str] = MISSING
-    context: int = 128
+    context: int = 64
 
 
 @dataclass
@@ -326,10 +326,10 @@ class Trainer:
 class Search:
     strategy: Strategy = Strategy.grid
     baselines: list[Hook] = field(default_factory=lambda: [Hook.off, Hook.bf16])
-    max_rank: int = field(default=32, metadata=GROWABLE)
-    rank_growth: int = field(default=2, metadata=GROWABLE)
-    start_fractions: list[float] = field(default_factory=lambda: [0.1, 0.2, 0.4], metadata=GROWABLE)
-    seeds: int = field(default=3, metadata=GROWABLE)
+    max_rank: int = field(default=16, metadata=GROWABLE)
+    rank_growth: int = field(default=4, metadata=GROWABLE)
+    start_fractions: list[float] = field(default_factory=lambda: [0.1, 0.3], metadata=GROWABLE)
+    seeds: int = field(default=2, metadata=GROWABLE)
     trials: int = field(default=20, metadata=GROWABLE)
     settings: list[dict[str, Any]] = field(default_factory=list, metadata=GROWABLE)
     tolerance: int | float | str = field(default="2%", metadata=FREE)
@@ -346,7 +346,7 @@ class Search:
             [h.name for h in self.baselines],
             "one or more different ones of off, bf16, fp16",
         )
-        require(self.max_rank >= 1, "search.max_rank", self.max_rank, "at least 1")
+        require(1 <= self.max_rank <= 2**16, "search.max_rank", self.max_rank, "between 1 and 65536")
         growth = self.rank_growth  # a rank's logarithm is a whole number, so that the grid may grow
         require(growth >= 2 and growth & (growth - 1) == 0, "search.rank_growth", growth, "a power of two from 2 on")
         require(
@@ -434,6 +434,7 @@ class Trial:
     trainer: Trainer
     launcher: Launcher
     seed: int = 0
+    data_sha256: str | None = None
     kind: TrialKind = TrialKind.train
 
     @property
@@ -469,8 +470,8 @@ def build(key: str, node: Mapping[str, Any], *args: Any, **offered: Any) -> Any:
     module, _, name = target.rpartition(".")
     try:
         call = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{key}._target_={target} cannot be imported: {error}") from None
+    except Exception as error:  # importing runs a user's code, which may raise anything
+        raise ValueError(f"{key}._target_={target} cannot be imported: {type(error).__name__}: {error}") from error
     given = {key: value for key, value in node.items() if key not in ("_target_", "name", "args")}
     given |= node.get("args") or {}
     signature = inspect.signature(call)
@@ -482,7 +483,12 @@ def build(key: str, node: Mapping[str, Any], *args: Any, **offered: Any) -> Any:
     except TypeError as error:
         there = f" (the data set offers {', '.join(offered)})" if offered else ""
         raise ValueError(f"{key}._target_={target} does not take these arguments: {error}{there}") from None
-    return call(*args, **given)
+    try:
+        return call(*args, **given)
+    except ValueError:
+        raise  # it says what is wrong with the arguments
+    except Exception as error:
+        raise ValueError(f"{key}._target_={target} failed: {type(error).__name__}: {error}") from error
 
 
 def tolerance(value: float | str, baseline: float) -> float:

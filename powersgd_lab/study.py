@@ -100,14 +100,24 @@ class Record:
 
 
 def load(directory: Path) -> Record:
-    """Raises ValueError when there is no study in `directory`."""
+    """Reads only: a study may be on a disk that cannot be written, or in another process's hands.
+
+    Raises ValueError when there is no study in `directory`."""
     if not (directory / "sweep.json").is_file():
         raise ValueError(f"{directory} is not a study: it has no sweep.json")
-    return Record(read_sweep(directory), [row_of(trial) for trial in open_study(directory).get_trials(deepcopy=False)])
+    sweep, rows = read_sweep(directory), []
+    if (directory / JOURNAL).exists():  # opening a storage would make it
+        storage = _storage(directory)
+        for study in storage.get_all_studies():
+            rows = [row_of(trial) for trial in storage.get_all_trials(study._study_id, deepcopy=False)]
+    return Record(sweep, rows)
 
 
 def read_sweep(directory: Path) -> dict[str, Any]:
-    sweep: dict[str, Any] = json.loads((directory / "sweep.json").read_text())
+    try:
+        sweep: dict[str, Any] = json.loads((directory / "sweep.json").read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{directory / 'sweep.json'} is broken: {error}") from None
     return sweep
 
 
@@ -121,13 +131,17 @@ def open_study(directory: Path) -> optuna.Study:
     """The study kept in `directory`/journal.log, made when there is none: minimize or maximize the metric, and
     minimize the payload bytes."""
     sweep = read_sweep(directory)
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna.create_study(
-        storage=JournalStorage(JournalFileBackend(str(directory / JOURNAL))),
+        storage=_storage(directory),
         study_name=sweep["configuration"]["study"],
         directions=["minimize" if sweep["metric"]["direction"] == "min" else "maximize", "minimize"],
         load_if_exists=True,
     )
+
+
+def _storage(directory: Path) -> JournalStorage:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return JournalStorage(JournalFileBackend(str(directory / JOURNAL)))
 
 
 def requeue(study: optuna.Study, trial: FrozenTrial) -> None:

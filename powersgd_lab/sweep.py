@@ -83,6 +83,10 @@ def _run(console: Console, sweep: settings.Sweep, prepared: preflight.Prepared, 
         except BaselineError as error:
             print(f"sweep: {error}", file=sys.stderr)
             return 1
+        except OSError as error:
+            reason = f"{error.strerror} ({error.filename})"
+            print(f"sweep: {reason}; the same command resumes {directory}", file=sys.stderr)
+            return 1
         except KeyboardInterrupt:
             done = len(_ended(controller.rows()))
             print(f"sweep: interrupted with {done} trials ended; the same command resumes {directory}", file=sys.stderr)

@@ -28,6 +28,15 @@ POLL_SECONDS = 0.05
 
 
 def main(arguments: Sequence[str]) -> int:
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        print("train: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         sweep = config.from_command_line("train", DESCRIPTION, arguments)
         under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -46,12 +55,11 @@ def main(arguments: Sequence[str]) -> int:
     early = preflight.start_warning(trial.powersgd, prepared.warmup_steps)
     for warning in filter(None, [*prepared.warnings, early]):
         print(f"warning: {warning}")
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         outcome = _all_ranks(directory, trial)
-    except KeyboardInterrupt:
-        print("train: interrupted", file=sys.stderr)
-        return 130
+    except OSError as error:
+        print(f"train: {error.strerror} ({error.filename})", file=sys.stderr)
+        return 1
     if outcome.state != "complete":
         print(f"train: {outcome.state}: {outcome.reason} ({directory})", file=sys.stderr)
         return 1

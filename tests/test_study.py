@@ -65,6 +65,21 @@ def test_an_interrupted_trial_waits_again_under_its_number(directory):
     assert len(study.load(directory).rows) == 1
 
 
+def test_reading_writes_nothing(directory):
+    assert study.load(directory).rows == []
+    assert [path.name for path in directory.iterdir()] == ["sweep.json"]
+    begin(directory)
+    before = (directory / study.JOURNAL).read_bytes()
+    study.load(directory)
+    assert (directory / study.JOURNAL).read_bytes() == before
+
+
+def test_a_broken_record_is_named(directory):
+    (directory / "sweep.json").write_text("{")
+    with pytest.raises(ValueError, match=r"sweep\.json is broken"):
+        study.load(directory)
+
+
 def test_a_folder_without_a_study_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is not a study"):
         study.load(tmp_path)
@@ -105,6 +120,8 @@ def test_a_journal_torn_at_any_byte_of_its_last_line_costs_nothing(directory):
     assert last >= len(before)
     for end in range(last, len(whole)):
         journal.write_bytes(whole[:end])
+        assert len(study.load(directory).rows) == 1  # a report may be asked for before the sweep is resumed
+        assert journal.read_bytes() == whole[:end]
         with study.controlled(directory):
             (row,) = study.load(directory).rows
             assert (row["state"], row["metric"]) == ("running", 0.9)

@@ -247,9 +247,8 @@ def test_a_rank_that_raises_costs_its_trial_only(tmp_path):
 def test_nothing_to_judge_without_a_baseline_ends_with_one(tmp_path):
     code, _, errors = run(tmp_path, own_model(tmp_path, "assert rank is None or self.calls < 3, 'never works'"))
     assert code == 1
-    assert (
-        errors.strip().splitlines()[-1] == "sweep: every seed of the baseline off failed: AssertionError: never works"
-    )
+    last = errors.strip().splitlines()[-1]
+    assert last.startswith("sweep: every seed of the baseline off failed: AssertionError: never works")
     assert len(table(tmp_path)) == 2
     assert none_left(tmp_path)
 
@@ -272,7 +271,7 @@ def test_an_interrupt_ends_everything_and_the_same_command_resumes(number, tmp_p
     slow = own_model(tmp_path, "time.sleep(0.1 if rank is not None else 0)")
     process = start(tmp_path, slow)
     metrics = tmp_path / "runs/small/trials/0001/metrics.jsonl"
-    while not (metrics.exists() and metrics.stat().st_size):
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 6):  # a resumed trial writes fewer at first
         assert process.poll() is None
         time.sleep(0.02)
     began = time.monotonic()
@@ -282,7 +281,8 @@ def test_an_interrupt_ends_everything_and_the_same_command_resumes(number, tmp_p
     process.communicate()
     assert none_left(tmp_path, seconds=2)
     assert [row["state"] for row in study.load(tmp_path / "runs/small").rows] == ["complete", "waiting"]
-    assert run(tmp_path, slow)[0] == 0
+    code, _, errors = run(tmp_path, slow)
+    assert code == 0, errors
     rows = table(tmp_path)
     assert [row["trial"] for row in rows] == [str(number) for number in range(8)]
     assert {row["state"] for row in rows} == {"complete"}

@@ -53,7 +53,6 @@ class View(Protocol):
     def progress(self, number: int, event: dict[str, Any]) -> None: ...
     def ended(self, row: Row, rows: list[Row]) -> None: ...
     def decided(self, sentence: str) -> None: ...
-    def refresh(self) -> None: ...
 
 
 @dataclass
@@ -98,21 +97,19 @@ class Controller:
         self._view.planned(len(self._plan.trials(self._planning_rows())))
         with ForkServer() as server:
             try:
-                while self._fill(server) or self._running:
-                    self._follow()
-                    self._view.refresh()
+                self._fill(server)
+                while self._running:
+                    if self._follow():
+                        self._fill(server)
                     time.sleep(self.POLL_SECONDS)
             except BaseException:
                 self._give_back()
                 raise
 
-    def _fill(self, server: ForkServer) -> bool:
-        """Start trials while slots are free; whether any was started."""
-        started = False
+    def _fill(self, server: ForkServer) -> None:
+        """Start trials while slots are free and the plan has any."""
         while self._free and self._enqueue():
             self._start(server, self._study.ask())
-            started = True
-        return started
 
     def _enqueue(self) -> bool:
         """Make sure that a trial is waiting, an interrupted one first; False when there is nothing to run now."""
@@ -138,7 +135,8 @@ class Controller:
         setting = record.setting_of(trial.user_attrs)
         for name, value in _parameters(setting).items():
             if name not in trial.params:  # an interrupted trial has them
-                assert trial._suggest(name, DISTRIBUTIONS[name]) == value
+                suggested = trial._suggest(name, DISTRIBUTIONS[name])
+                assert suggested == value
         directory = self._trial_directory(trial.number)
         config = make_trial(self._sweep, self._prepared, setting, trial.user_attrs["seed"])
         slot = self._free.pop(0)
@@ -146,8 +144,9 @@ class Controller:
         self._running[trial.number] = _Running(trial, process, slot, journal.follow(directory / journal.METRICS))
         self._view.started(self._row(trial.number))
 
-    def _follow(self) -> None:
-        """Pass on what the running trials report, and record those that ended."""
+    def _follow(self) -> bool:
+        """Pass on what the running trials report, and record those that ended; whether any did."""
+        before = len(self._running)
         for number, running in list(self._running.items()):
             outcome = running.process.poll()
             while (event := next(running.events)) is not None:
@@ -160,6 +159,7 @@ class Controller:
                 self._ended(rows)
                 self._view.ended(self._row(number), rows)
                 self._decide(self._planning_rows())
+        return len(self._running) < before
 
     def _watch(self, running: _Running, event: dict[str, Any]) -> None:
         """Give a trial up that trails the baseline too far: all its ranks leave together at their next report."""
@@ -189,7 +189,8 @@ class Controller:
     def _curve(self, number: int) -> dict[int, float]:
         """The metric by steps, read from a trial that has ended."""
         events = iter(journal.follow(self._trial_directory(number) / journal.METRICS).__next__, None)
-        return {event["step"]: event[self._prepared.metric] for event in events if event["event"] == "eval"}
+        told = {event["step"]: event[self._prepared.metric] for event in events if event["event"] == "eval"}
+        return {step: value for step, value in told.items() if value is not None}
 
     def _trial_directory(self, number: int) -> Path:
         return self._directory / "trials" / f"{number:04d}"

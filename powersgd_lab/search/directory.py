@@ -1,6 +1,7 @@
 """A study's directory: made for a new study, or recognized as the same study, or refused with the keys that differ.
 `sweep.json` in it says what the study is: the configuration, the data, versions and machine."""
 
+import json
 import os
 import platform
 import subprocess
@@ -29,6 +30,8 @@ def claimed(sweep: settings.Sweep, described: dict[str, Any]) -> Iterator[Path]:
     directory = Path(sweep.runs_dir) / sweep.study
     if (directory / "sweep.json").exists():
         recorded = study.read_sweep(directory)
+        if "identity" not in recorded:
+            raise ValueError(f"{directory / 'sweep.json'} is broken: it does not say which study this is")
         _refuse_another(directory, recorded["identity"], described["identity"])
         # A study may grow: its seeds, grid and free keys are those of the latest run, its beginning stays.
         described = described | {"started": recorded["started"]}
@@ -48,9 +51,11 @@ def describe(sweep: settings.Sweep, prepared: Prepared, strategy: Strategy, comm
     ignored = {f"powersgd.{key}" for key in strategy.searched}
     identity = {key: value for key, value in settings.identity(sweep).items() if key not in ignored}
     identity |= {f"data.{key}": value for key, value in prepared.data.items()}
-    return {
+    # What `auto` stood for, so that saying it makes no other study.
+    identity |= {"launcher.device": prepared.device, "launcher.backend": prepared.backend}
+    described = {
         "configuration": settings.plain(sweep),
-        "identity": identity | {"device": prepared.device},
+        "identity": identity,
         "metric": {"name": prepared.metric, "direction": prepared.direction},
         "steps": prepared.steps,
         "steps_per_epoch": prepared.steps_per_epoch,
@@ -64,6 +69,11 @@ def describe(sweep: settings.Sweep, prepared: Prepared, strategy: Strategy, comm
         | {"python": platform.python_version()},
         "machine": _machine(),
     }
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(described))  # as it will be read back and compared
+    except TypeError as error:
+        raise ValueError(f"the data set's record must be made of JSON values: {error}") from None
+    return plain
 
 
 def _refuse_another(directory: Path, recorded: dict[str, Any], asked: dict[str, Any]) -> None:

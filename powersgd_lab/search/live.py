@@ -74,7 +74,7 @@ def summary(row: Row) -> str:
 
 
 class PlainView:
-    """A line when a trial starts or ends, for logs and pipes."""
+    """A line when a trial ends and for each decision, for logs and pipes."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console, self._clock = console, _Clock(steps)
@@ -102,9 +102,6 @@ class PlainView:
 
     def decided(self, sentence: str) -> None:
         self._console.print(f"-> {sentence}", markup=False, highlight=False, soft_wrap=True)
-
-    def refresh(self) -> None:
-        pass
 
 
 class LiveView:
@@ -147,9 +144,6 @@ class LiveView:
 
     def decided(self, sentence: str) -> None:
         self._console.print(Text(f"-> {sentence}"))
-
-    def refresh(self) -> None:
-        pass  # Live redraws on its own
 
     def _render(self) -> Group:
         clock = self._clock

@@ -41,14 +41,17 @@ class Plan:
     def next(self, rows: Sequence[Row]) -> tuple[PowerSGD, int] | None:
         """The next trial to enqueue, or None when there is none, or none before a running one ends.
 
-        Raises BaselineError when every seed of the first baseline has ended without a metric."""
+        Raises BaselineError when every seed of the first baseline has failed, or one has diverged: it has no mean."""
         first = settings.setting_key(self._baselines[0])
         judged = [row for row in rows if row["setting"] == first]
         failed = [row for row in judged if row["state"] in ("fail", "pruned")]
         pairs = self.trials(rows)
+        reasons = "; ".join(sorted({str(row["reason"]) for row in failed}))
+        if any(row["state"] == "pruned" for row in failed):
+            raise BaselineError(f"a seed of the baseline {first} failed: {reasons}: nothing can be compared with it")
         if _pairs(failed) >= {pair for pair in pairs if pair[0] == first}:
-            reasons = sorted({str(row["reason"]) for row in failed})
-            raise BaselineError(f"every seed of the baseline {first} failed: {'; '.join(reasons)}")
+            hint = "search.retry_failed=true tries again"
+            raise BaselineError(f"every seed of the baseline {first} failed: {reasons} ({hint})")
         wanted, begun = self.settings(rows), _pairs(rows)
         missing = [pair for pair in pairs if pair not in begun]
         if not missing:

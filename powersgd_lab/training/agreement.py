@@ -55,13 +55,15 @@ class Agreement:
         chosen = sharding.evenly_spaced(len(data.validation), limit)
         shard = sharding.evaluation_shard(chosen, self._rank, self._world_size)
         sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        modes = {module: module.training for module in model.modules()}
         model.eval()
         with torch.no_grad(), torch.autocast(self._device.type, torch.bfloat16, enabled=autocast):
             for begin in range(0, len(shard), batch_size):
                 samples = shard[begin : begin + batch_size]
                 inputs, targets = tasks.batch(data, data.validation, samples, self._device)
                 sums += tasks.evaluation_sums(model(inputs), targets)
-        model.train()
+        for module, training in modes.items():
+            module.training = training  # a user may have frozen a part
         self._sum(sums)
         assert sums[0].item() == len(chosen) * data.validation.targets[0].numel(), "every prediction is counted once"
         return tasks.task_of(data).values(sums)

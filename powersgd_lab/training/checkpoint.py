@@ -9,15 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
-FOLDER = "checkpoint"  # in a trial's directory
+from powersgd_lab.training.journal import CHECKPOINT
 
 
 class Checkpoints:
     """checkpoint/step-N/rankR.pt after N steps; plain tensors and numbers, loadable with `weights_only=True`."""
 
     def __init__(self, directory: Path, rank: int) -> None:
-        self._folder, self._rank = directory / FOLDER, rank
+        self._folder, self._rank = directory / CHECKPOINT, rank
 
     def save(self, steps: int, state: dict[str, Any]) -> None:
         """Write this rank's part; the last checkpoint is replaced once all ranks have. All ranks call it together."""

@@ -4,6 +4,7 @@ The launcher and the controller read what is written here; names of files are ag
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ RESULT = "result.json"
 ERROR = "error.txt"
 STOP = "stop"
 RENDEZVOUS = "rendezvous"
+CHECKPOINT = "checkpoint"
 
 
 def log_name(rank: int | str) -> str:
@@ -31,6 +33,16 @@ def write_whole(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text)
     os.replace(partial, path)
+
+
+def clear(directory: Path, keep_progress: bool) -> None:
+    """Remove what an earlier attempt left, its checkpoint and curve too unless the progress is kept."""
+    if not keep_progress:
+        shutil.rmtree(directory / CHECKPOINT, ignore_errors=True)
+        (directory / METRICS).unlink(missing_ok=True)
+    for pattern in (RESULT, ERROR, STOP, RENDEZVOUS, log_name("*"), rank_error_name("*")):
+        for path in directory.glob(pattern):
+            path.unlink()
 
 
 class Journal:
@@ -68,6 +80,7 @@ class Journal:
         if self._writes:
             write_whole(self._directory / RESULT, json.dumps(_plain(result), indent=1) + "\n")
             self._file.close()
+            shutil.rmtree(self._directory / CHECKPOINT, ignore_errors=True)  # nobody goes on from here
 
 
 def _told(path: Path, steps: int) -> list[str]:
@@ -79,11 +92,15 @@ def _told(path: Path, steps: int) -> list[str]:
 
 
 def follow(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The lines of a growing file as they come, None while there is no further whole line."""
-    position, rest = 0, b""
+    """The lines of a growing file as they come, None while there is no further whole line.
+
+    A resumed trial writes its journal anew: then it is told from the beginning."""
+    position, rest, file_id = 0, b"", 0
     while True:
         if path.exists():
             with path.open("rb") as file:
+                if (found := os.fstat(file.fileno()).st_ino) != file_id:
+                    position, rest, file_id = 0, b"", found
                 file.seek(position)
                 rest += file.read()
                 position = file.tell()

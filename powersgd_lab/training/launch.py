@@ -4,7 +4,6 @@ Everything is driven by `poll`, so that one thread can follow any number of tria
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,7 +19,6 @@ from powersgd_lab.settings import Backend
 from powersgd_lab.settings import Hook
 from powersgd_lab.settings import Launcher
 from powersgd_lab.settings import Trial
-from powersgd_lab.training import checkpoint
 from powersgd_lab.training import failure
 from powersgd_lab.training import journal
 from powersgd_lab.training.failure import Exit
@@ -85,7 +83,7 @@ class ForkServer:
             self._start()  # a server that was killed takes its trials with it, not the ones to come
         directory, slot = directory.absolute(), slot or Slot()
         directory.mkdir(parents=True, exist_ok=True)
-        _clear(directory, keep_progress=resume and _same_trial(directory, trial))
+        journal.clear(directory, keep_progress=resume and _same_trial(directory, trial))
         settings.write_trial(trial, directory / journal.CONFIG)
         self._launched += 1
         running = RunningTrial(self, self._launched, directory, trial)
@@ -262,13 +260,3 @@ def _same_trial(directory: Path, trial: Trial) -> bool:
     except (OSError, ValueError):
         return False
     return settings.identity(earlier) == settings.identity(trial)
-
-
-def _clear(directory: Path, keep_progress: bool) -> None:
-    if not keep_progress:
-        shutil.rmtree(directory / checkpoint.FOLDER, ignore_errors=True)
-        (directory / journal.METRICS).unlink(missing_ok=True)
-    names = (journal.RESULT, journal.ERROR, journal.STOP, journal.RENDEZVOUS)
-    for pattern in (*names, journal.log_name("*"), journal.rank_error_name("*")):
-        for path in directory.glob(pattern):
-            path.unlink()

@@ -153,6 +153,7 @@ class Loop:
         state = {
             "steps": done,
             "seconds": self._seconds(),
+            "other_seconds": self._other_seconds,
             "model": self._model.module.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "hook": self._hook_state.state_dict(self._model) if self._trial.powersgd.hook.compresses else {},
@@ -175,7 +176,8 @@ class Loop:
         torch.set_rng_state(saved["random"])
         if saved["cuda_random"] is not None:
             torch.cuda.set_rng_state(saved["cuda_random"], self._device)
-        self._began -= saved["seconds"]
+        self._other_seconds = saved["other_seconds"]
+        self._began = time.perf_counter() - saved["seconds"] - self._other_seconds
         return int(saved["steps"])
 
     def _pace(self, steps: int) -> int:

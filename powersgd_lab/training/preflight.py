@@ -25,6 +25,7 @@ from powersgd_lab.training import launch
 from powersgd_lab.training import tasks
 from powersgd_lab.training.slots import Slot
 from powersgd_lab.training.slots import cores
+from powersgd_lab.training.slots import local_ranks
 from powersgd_lab.training.slots import slots
 
 
@@ -57,7 +58,7 @@ def prepare(sweep: Sweep) -> Prepared:
     room = slots(sweep.launcher, device)
     if device is Device.cuda and backend is Backend.nccl:
         there = torch.cuda.device_count() // len(room)
-        if sweep.launcher.world_size > there:
+        if local_ranks(sweep.launcher) > there:
             raise ValueError(
                 f"launcher.world_size={sweep.launcher.world_size} is not allowed: NCCL needs a device for each rank, "
                 f"it must be at most {there} (launcher.backend=gloo lets ranks share one)"
@@ -106,6 +107,7 @@ def make_trial(sweep: Sweep, prepared: Prepared, powersgd: PowerSGD, seed: int) 
         trainer=replace(sweep.trainer, steps=prepared.steps, epochs=None),
         launcher=launcher,
         seed=seed,
+        data_sha256=prepared.data.get("sha256"),
         kind=sweep.trial.kind,
     )
 
@@ -186,7 +188,7 @@ def _require_logits(target: str, logits: object, targets: torch.Tensor) -> None:
 
 def _warnings(sweep: Sweep, device: Device, backend: Backend, room: list[Slot]) -> list[str]:
     found = []
-    ranks = sweep.launcher.world_size
+    ranks = local_ranks(sweep.launcher)
     units = len(room[0].cores or cores()) if device is Device.cpu else torch.cuda.device_count() // len(room)
     if ranks > units:
         found.append(

@@ -2,12 +2,14 @@
 A rank that fails leaves its error in the trial's directory before it goes, so that the first cause can be told."""
 
 import os
+import random
 import time
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
@@ -33,6 +35,7 @@ from powersgd_lab.training.meter import typical
 from powersgd_lab.training.sharding import Shards
 from powersgd_lab.training.sharding import rank_seed
 from powersgd_lab.training.slots import cores
+from powersgd_lab.training.slots import local_ranks
 from powersgd_lab.training.tasks import task_of
 
 
@@ -42,17 +45,20 @@ PATIENCE = timedelta(minutes=30)
 PATIENCE_WITH_PYTORCHS_HOOK = timedelta(minutes=2)
 
 
-def run(directory: Path, rank: int, world_size: int, rendezvous: Path | None, launched: float) -> None:
+def run(
+    directory: Path, rank: int, world_size: int, rendezvous: Path | None, launched: float, resume: bool = True
+) -> None:
     """Train the trial in `directory`/config.json as one of its ranks.
 
     rendezvous: the file through which the ranks find each other; None reads MASTER_ADDR and MASTER_PORT.
     launched: the time (time.time()) at which the trial was launched, from which its first step is counted.
+    resume: go on from the checkpoint in the directory, if there is one.
 
     Whatever is raised is written to the rank's error file, then raised."""
     try:
         trial = settings.read_trial(directory / journal.CONFIG)
         _join(trial, rank, world_size, rendezvous)
-        _train(trial, directory, launched)
+        _train(trial, directory, launched, resume)
     except BaseException as error:
         failure.write(directory, rank, error)
         raise
@@ -60,8 +66,13 @@ def run(directory: Path, rank: int, world_size: int, rendezvous: Path | None, la
 
 
 def run_under_torchrun(directory: Path) -> None:
-    """`run` as one process of torchrun, which says which rank this is; output stays where torchrun puts it."""
-    run(directory, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, time.time())
+    """`run` as one process of torchrun, which says which rank this is; output stays where torchrun puts it.
+
+    It begins anew: what the directory holds may be of another trial, or of another number of ranks."""
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        journal.clear(directory, keep_progress=False)
+    run(directory, rank, int(os.environ["WORLD_SIZE"]), None, time.time(), resume=False)
 
 
 def _join(trial: Trial, rank: int, world_size: int, rendezvous: Path | None) -> None:
@@ -81,22 +92,27 @@ def _join(trial: Trial, rank: int, world_size: int, rendezvous: Path | None) -> 
     )
 
 
-def _train(trial: Trial, directory: Path, launched: float) -> None:
+def _train(trial: Trial, directory: Path, launched: float, resume: bool) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = assembly.rank_device(trial.launcher.device, int(os.environ.get("LOCAL_RANK", rank)))
     meter = Meter(device)
     began = time.perf_counter()
     data = assembly.make_data(trial.dataset)
+    if data.record.get("sha256") != trial.data_sha256:
+        raise RuntimeError("the data have changed since the sweep began: its trials could not be compared")
     loaded = time.perf_counter()
     model = assembly.make_model(trial.model, data, trial.seed).to(device)
     optimizer = assembly.make_optimizer(trial.optimizer, model, trial.trainer.decay_norms_and_biases)
     distributed, hook_state = assembly.distribute(model, trial, device, meter)
-    torch.manual_seed(rank_seed(trial.seed, rank))
+    own = rank_seed(trial.seed, rank)
+    torch.manual_seed(own)
+    random.seed(own)  # forked ranks begin with one state of Python's and numpy's streams
+    np.random.seed(own % 2**32)
     trainer = trial.trainer
     shards = Shards(len(data.train), trainer.batch_size, trainer.accumulation, rank, world_size, trial.seed)
     agreement = Agreement(device, meter)
     checkpoints = Checkpoints(directory, rank)
-    saved = checkpoints.load()
+    saved = checkpoints.load() if resume else None
     done = 0 if saved is None else int(saved["steps"])
     log = Journal(directory, rank, launched, done)
     cap = communication.bucket_cap_mb(trial, trial.launcher.backend)
@@ -176,4 +192,4 @@ def _result(
 
 def _contended(trial: Trial) -> bool:
     """Whether ranks shared cores, so that their seconds are not those of ranks with a machine each."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", trial.launcher.world_size)) > len(cores())
+    return local_ranks(trial.launcher) > len(cores())

@@ -26,6 +26,11 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
 
 
+def local_ranks(launcher: Launcher) -> int:
+    """A trial's ranks on this host: all of them, unless torchrun has spread them over several."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", launcher.world_size))
+
+
 def slots(launcher: Launcher, device: Device) -> list[Slot]:
     """`launcher.slots` resolved: `auto` is as many trials as have a core, or a GPU, for each rank, at least one.
 

@@ -79,6 +79,11 @@ def test_nothing_can_be_judged_without_the_first_baseline(state):
         play(plan(), lambda key, seed: state if key == "off" else "complete")
 
 
+def test_one_diverged_seed_of_the_baseline_ends_the_study():
+    with pytest.raises(BaselineError, match="a seed of the baseline off failed"):
+        play(plan(), lambda key, seed: "pruned" if (key, seed) == ("off", 1) else "complete")
+
+
 def test_one_failed_seed_of_the_baseline_is_borne():
     rows = play(plan(), lambda key, seed: "fail" if (key, seed) == ("off", 0) else "complete")
     assert len(rows) == 8

@@ -103,3 +103,16 @@ def test_the_wish_to_stop_is_read_by_rank_zero_alone(tmp_path):
     journal.write_whole(tmp_path / journal.STOP, "trailing\n")
     assert deciding.stop_asked() == "trailing"
     assert other.stop_asked() is None
+
+
+def test_a_journal_that_a_resumed_trial_writes_anew_is_told_from_its_beginning(tmp_path):
+    kept = Journal(tmp_path, 0, 0.0, 0)
+    for step in (10, 20, 30):
+        kept.write("train", step=step)
+    events = journal.follow(tmp_path / "metrics.jsonl")
+    assert [next(events)["step"] for _ in range(3)] == [10, 20, 30]
+    assert next(events) is None
+    resumed = Journal(tmp_path, 0, 0.0, 20)
+    resumed.write("train", step=25)
+    assert [next(events)["step"] for _ in range(3)] == [10, 20, 25]
+    assert next(events) is None
