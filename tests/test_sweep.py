@@ -241,6 +241,19 @@ def test_a_rank_that_raises_costs_its_trial_only(tmp_path):
     assert "out of luck" in text
     assert "out of luck" in printed
     assert none_left(tmp_path)
+    overrides = [*own_model(tmp_path, body), "search.retry_failed=true"]
+    code, printed, errors = run(tmp_path, overrides)
+    assert code == 0, errors
+    again = table(tmp_path)
+    assert again[:8] == rows
+    assert (again[8]["setting"], again[8]["seed"], again[8]["state"]) == (
+        failed[0]["setting"],
+        failed[0]["seed"],
+        "complete",
+    )
+    assert len(again) == 9
+    assert "[  8/8]" in printed
+    assert {point["n"] for point in table(tmp_path, "points")} == {"2"}
 
 
 @pytest.mark.slow

@@ -41,7 +41,8 @@ class _Clock:
     def end(self, row: Row, rows: Sequence[Row]) -> None:
         self.running.pop(row["trial"], None)
         self._ended_here += 1
-        self.ended = sum(r["state"] in ("complete", "pruned", "fail") for r in rows)
+        ended = [r for r in rows if r["state"] in ("complete", "pruned", "fail")]
+        self.ended = len({(r["setting"], r["seed"]) for r in ended})  # one that was tried again counts once
 
     def done(self) -> float:
         return sum(int(row["step"]) for row in self.running.values()) / self._steps
@@ -174,7 +175,7 @@ def points_table(points: Sequence[Point], metric: str, direction: str) -> Table:
     table.add_column("setting", overflow="fold")
     table.add_column("n", justify="right")
     for title in (f"{metric}\n({better} is better)", "against baseline", "ratio\na step", "ratio\nthe run"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     for title in ("MB a rank", "seconds\na run", "link ms\na step", "satisfactory"):
         table.add_column(title, justify="right")
     for point in points:
@@ -207,7 +208,7 @@ def _interval(point: Point) -> str:
     difference, low, high = point["difference"], point["difference_low"], point["difference_high"]
     if difference is None or point["difference_std"] is None:
         return "" if difference is None else f"{difference:+.3g}"
-    return f"{difference:+.3g} [{low:+.3g}, {high:+.3g}]" if low is not None else f"{difference:+.3g}"
+    return f"{difference:+.3g} [{low:+.2g}, {high:+.2g}]" if low is not None else f"{difference:+.3g}"
 
 
 def _ratio(ratio: float | None) -> str:
