@@ -57,7 +57,7 @@ def parameters(model: nn.Module) -> int:
     classes=st.integers(1, 7),
 )
 def test_an_image_model_takes_its_shapes_from_the_data(name, batch, channels, height, width, classes):
-    model = build(IMAGES[name], channels=channels, height=height, width=width, classes=classes).eval()
+    model = build("model", IMAGES[name], channels=channels, height=height, width=width, classes=classes).eval()
     logits = model(torch.randn(batch, channels, height, width))
     assert logits.shape == (batch, classes)
     assert logits.isfinite().all()
@@ -69,7 +69,7 @@ def test_an_image_model_takes_its_shapes_from_the_data(name, batch, channels, he
 def test_a_language_model_does_not_look_ahead(name, data, context, vocabulary):
     length = data.draw(st.integers(1, context))
     changed = data.draw(st.integers(0, length - 1))
-    model = build(TEXT[name], vocabulary=vocabulary, context=context).eval()
+    model = build("model", TEXT[name], vocabulary=vocabulary, context=context).eval()
     tokens = torch.randint(vocabulary, (2, length))
     other = tokens.clone()
     other[:, changed] = (other[:, changed] + 1) % vocabulary
@@ -81,7 +81,7 @@ def test_a_language_model_does_not_look_ahead(name, data, context, vocabulary):
 
 @pytest.mark.parametrize("name", TEXT)
 def test_a_language_model_uses_earlier_tokens(name):
-    model = build(TEXT[name], vocabulary=20, context=10).eval()
+    model = build("model", TEXT[name], vocabulary=20, context=10).eval()
     tokens = torch.zeros(1, 10, dtype=torch.int64)
     other = tokens.clone()
     other[0, 3] = 5
@@ -104,14 +104,14 @@ def test_a_seed_gives_the_same_weights(name):
     models = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        models.append(nn.utils.parameters_to_vector(build((IMAGES | TEXT)[name], **FACTS).parameters()))
+        models.append(nn.utils.parameters_to_vector(build("model", (IMAGES | TEXT)[name], **FACTS).parameters()))
     assert torch.equal(models[0], models[1])
     assert not torch.equal(models[0], models[2])
 
 
 @pytest.mark.parametrize("name", [*IMAGES, *TEXT])
 def test_every_parameter_is_trained(name):
-    model = build((IMAGES | TEXT)[name], **FACTS)
+    model = build("model", (IMAGES | TEXT)[name], **FACTS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
     losses = []
@@ -130,7 +130,7 @@ def test_every_parameter_is_trained(name):
 @pytest.mark.parametrize("name", TEXT)
 def test_an_untrained_language_model_is_about_as_good_as_guessing(name):
     torch.manual_seed(0)
-    model = build(TEXT[name], vocabulary=50, context=16)
+    model = build("model", TEXT[name], vocabulary=50, context=16)
     tokens = torch.randint(50, (16, 16))
     loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
     assert abs(loss.item() - math.log(50)) < 1
@@ -159,7 +159,7 @@ def test_an_mlp_without_hidden_layers_is_linear():
 
 @pytest.mark.parametrize("name", TEXT)
 def test_dropout_acts_in_training_only(name):
-    model = build(TEXT[name] | {"dropout": 0.5}, **FACTS)
+    model = build("model", TEXT[name] | {"dropout": 0.5}, **FACTS)
     tokens = some_input(name)
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()

@@ -72,14 +72,14 @@ def test_one_bit_of_drift_fails_the_trial(hook, server, tmp_path):
 def first_step(server, directory, **choices):
     """The data, the model that the trial begins with, and its state after one step of plain SGD with rate 0.5."""
     asked = tiny.sweep(
-        model=own("Net"),
+        model=own("EndsAfter", passes=choices.get("accumulation", 1)),
         optimizer=settings.Sgd(_target_="torch.optim.SGD", lr=0.5, momentum=0.0, nesterov=False),
         warmup_steps=0,
         steps=2,
         checkpoint_seconds=0,
         **choices,
     )
-    tiny.complete(server, directory, asked)
+    assert tiny.run(server, directory, asked).reason == "AssertionError: enough"
     data = assembly.make_data(settings.component(asked.dataset))
     drawn = assembly.make_model(settings.component(asked.model), data, seed=0)
     saved = torch.load(directory / "checkpoint/step-1/rank0.pt", weights_only=True)["model"]
