@@ -1,5 +1,5 @@
 """The fork server that the tests of a file share: starting it costs seconds, a trial on it a fraction of one.
-Trials themselves are made in small_trials.py."""
+Trials themselves are made in tiny.py."""
 
 import pytest
 
